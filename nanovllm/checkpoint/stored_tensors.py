@@ -8,16 +8,14 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from nanovllm.checkpoint.quantized.weight_format import QuantLayout
 from nanovllm.errors import UnsupportedModelError
-
-if TYPE_CHECKING:
-    from nanovllm.checkpoint.quantized.weight import QuantizedPiece
+from nanovllm.ops.quantized_weight import QuantizedPiece
 
 PIECE_BYTES = 32 << 20  # bytes read at a time: enough to keep every thread busy
 Index = tuple[slice, ...]  # the part of a tensor to read; (): all of it

@@ -83,10 +83,8 @@ class WordTensors(nn.Module):
         self.outputs, self.inputs, self.layout = outputs, inputs, layout
         self.bits = 8 if layout.kind == "fp8" else 4
         num_out, blocks = num_outputs(outputs), num_blocks(inputs.count)
-        if self.bits == 8:
-            num_groups = 1 if layout.group == -1 else blocks
-        else:
-            num_groups = blocks * (BLOCK // layout.group if 0 < layout.group < BLOCK else 1)
+        num_groups = blocks * (BLOCK // layout.group if 0 < layout.group < BLOCK else 1)
+        num_groups = 1 if self.bits == 8 and layout.group == -1 else num_groups
         self.qweight = build.parameter(num_out, blocks * BLOCK * self.bits // 32, dtype=torch.int32)
         dtype = getattr(torch, layout.scale_dtype)
         self.scales = build.parameter(num_out, num_groups, dtype=dtype)

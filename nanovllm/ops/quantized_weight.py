@@ -144,6 +144,19 @@ def unpack_words(words: Tensor, bits: int) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
+class QuantizedPiece:
+    """Some rows of a quantized weight; dequantized, they are (values - zeros) * scales."""
+
+    values: Tensor  # [rows, inputs]: FP8, or integers (one per byte)
+    scales: Tensor  # [rows, groups]
+    zeros: Tensor | int = 0  # uint8 [rows, groups], or one zero point for all
+    group_of: Tensor | None = None  # group of each input; None: consecutive groups of equal size
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+
+@dataclass(frozen=True, slots=True)
 class QuantizedRows:
     """Some rows of a quantized weight, as the target of a checkpoint tensor."""
 
@@ -159,18 +172,18 @@ class QuantizedRows:
     def nbytes(self) -> int:
         return self.weight.qweight[self.first : self.first + self.count].nbytes
 
-    def put(
-        self, first: int, values: Tensor, scales: Tensor, zeros: Tensor | int, fill: Fill
-    ) -> None:
+    def put(self, first: int, piece: QuantizedPiece, fill: Fill) -> None:
         """Fill rows, starting at `first`; scales and zero points are per checkpoint group."""
-        rows = slice(self.first + first, self.first + first + len(values))
-        fill(self.weight.scales[rows], self._by_group(scales))
-        staged = torch.empty(values.shape, dtype=values.dtype, device=self.weight.qweight.device)
+        rows = slice(self.first + first, self.first + first + len(piece))
+        fill(self.weight.scales[rows], self._by_group(piece.scales))
+        values, device = piece.values, self.weight.qweight.device
+        staged = torch.empty(values.shape, dtype=values.dtype, device=device)
         fill(staged, values)
         self.weight.qweight[rows] = pack_words(staged)
         if self.weight.zero_points is not None:
+            zeros = piece.zeros
             if isinstance(zeros, int):
-                zeros = torch.full_like(scales, zeros, dtype=torch.uint8)
+                zeros = torch.full_like(piece.scales, zeros, dtype=torch.uint8)
             fill(self.weight.zero_points[rows], self._by_group(zeros))
 
     def put_random(self, values: Tensor) -> None:
@@ -180,7 +193,8 @@ class QuantizedRows:
         else:
             quantized, scale = (2 * values + MIDDLE).round().clamp(0, 15).to(torch.uint8), 0.01
         scales = values.new_full((len(values), 1), scale)
-        replace(self, group=-1).put(0, quantized, scales, MIDDLE, Tensor.copy_)
+        piece = QuantizedPiece(quantized, scales, MIDDLE)
+        replace(self, group=-1).put(0, piece, Tensor.copy_)
 
     def _by_group(self, numbers: Tensor) -> Tensor:
         """Expand numbers per checkpoint group to this weight's groups, and pad to whole blocks."""

@@ -169,7 +169,7 @@ def _fill(tensor: StoredTensor, expected: dict[str, ExpectedTensor], device: Dev
                 device.fill(target[first : first + len(piece)], piece)
             else:
                 assert isinstance(target, QuantizedRows)
-                target.put(first, piece.values, piece.scales, piece.zeros, device.fill)
+                target.put(first, piece, device.fill)
             first += len(piece)
         assert first == len(target), f"{tensor.name}: {first} of {len(target)} rows"
     return tensor.name

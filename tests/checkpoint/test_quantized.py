@@ -18,11 +18,12 @@ from nanovllm.checkpoint.list_tensors import list_tensors, list_weights
 from nanovllm.checkpoint.quantization import METHODS, ROUND_TO_FP8, choose_quantization
 from nanovllm.checkpoint.quantized.checks import check_matrix
 from nanovllm.checkpoint.quantized.combine import is_quantized_to_fp8
-from nanovllm.checkpoint.quantized.weight import QuantizedPiece, quantized_tensor, read_part
+from nanovllm.checkpoint.quantized.weight import quantized_tensor, read_part
 from nanovllm.checkpoint.quantized.weight_format import Parts, Quantization
 from nanovllm.checkpoint.stored_tensors import StoredTensor
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.ops.fp8 import quantize_rows
+from nanovllm.ops.quantized_weight import QuantizedPiece
 from tests.checkpoint.tiny_quantized import (
     Kind,
     awq_kind,

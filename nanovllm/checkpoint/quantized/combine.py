@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Sequence
 
-from nanovllm.checkpoint.quantized.weight import QuantizedPiece, quantized_tensor, read_part
+from nanovllm.checkpoint.quantized.weight import quantized_tensor, read_part
 from nanovllm.checkpoint.quantized.weight_format import (
     Parts,
     Quantization,
@@ -18,6 +18,7 @@ from nanovllm.checkpoint.quantized.weight_format import (
 from nanovllm.checkpoint.stored_tensors import FLOATS, StoredTensor
 from nanovllm.errors import CheckpointError
 from nanovllm.ops.fp8 import quantize_rows
+from nanovllm.ops.quantized_weight import QuantizedPiece
 
 # Matches the projections of layers, but neither routers (quantizing them could change the chosen
 # experts) nor other gates, which are too small to matter.

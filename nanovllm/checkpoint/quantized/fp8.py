@@ -17,7 +17,6 @@ from nanovllm.checkpoint.quantized.checks import (
 from nanovllm.checkpoint.quantized.weight_format import Parts, Quantization, QuantLayout
 
 if TYPE_CHECKING:
-    from nanovllm.checkpoint.quantized.weight import QuantizedPiece
     from nanovllm.checkpoint.stored_tensors import StoredTensor
 
 E4M3 = "float8_e4m3fn"
@@ -54,6 +53,7 @@ class Fp8:
 
     def open(self, parts: Parts) -> StoredTensor:
         from nanovllm.checkpoint.quantized import weight
+        from nanovllm.ops.quantized_weight import QuantizedPiece
 
         values, scales = parts["weight"], parts.get("weight_scale_inv") or parts["weight_scale"]
         shape = check_matrix(values, E4M3)
@@ -71,7 +71,7 @@ class Fp8:
             by_block = weight.read_part(scales, *index).float()
             by_block = by_block.view(-1, 1) if is_flat else by_block
             by_output = by_block.repeat_interleave(rows, 0)[: len(part)].expand(len(part), -1)
-            return weight.QuantizedPiece(part, by_output, group_of=group_of)
+            return QuantizedPiece(part, by_output, group_of=group_of)
 
         alignment = self.block or (1, 1)
         return weight.quantized_tensor(values, shape, alignment, self.layout, read)

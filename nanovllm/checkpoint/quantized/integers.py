@@ -22,7 +22,7 @@ from nanovllm.checkpoint.quantized.weight_format import Parts, Quantization, Qua
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from nanovllm.checkpoint.quantized.weight import QuantizedPiece, StoredMatrix
+    from nanovllm.checkpoint.quantized.weight import StoredMatrix
     from nanovllm.checkpoint.stored_tensors import StoredTensor
 
 
@@ -80,6 +80,7 @@ class Integers:
 
     def open(self, parts: Parts) -> StoredTensor:
         from nanovllm.checkpoint.quantized import weight
+        from nanovllm.ops.quantized_weight import QuantizedPiece
 
         packing, per_word = self.packing, 32 // self.bits
         packed = (per_word, 1) if packing.positions else (1, per_word)
@@ -104,7 +105,7 @@ class Integers:
                 groups, group_of = slice(0, by_group[1]), group_of_input[inputs]
             zero = zeros if isinstance(zeros, int) else zeros.read(outputs, groups)
             integers, scale = values.read(outputs, inputs), scales.read(outputs, groups)
-            return weight.QuantizedPiece(integers, scale, zero, group_of)
+            return QuantizedPiece(integers, scale, zero, group_of)
 
         layout, unit = self.layout, per_word
         if group_of_input is not None:

@@ -13,19 +13,7 @@ from nanovllm.checkpoint.quantized.checks import check_part
 from nanovllm.checkpoint.quantized.weight_format import QuantLayout
 from nanovllm.checkpoint.stored_tensors import Index, StoredTensor
 from nanovllm.errors import CheckpointError
-
-
-@dataclass(frozen=True, slots=True)
-class QuantizedPiece:
-    """Some rows of a quantized weight; dequantized, they are (values - zeros) * scales."""
-
-    values: Tensor  # [rows, inputs]: FP8, or integers (one per byte)
-    scales: Tensor  # [rows, groups]
-    zeros: Tensor | int = 0  # uint8 [rows, groups], or one zero point for all
-    group_of: Tensor | None = None  # group of each input; None: consecutive groups of equal size
-
-    def __len__(self) -> int:
-        return len(self.values)
+from nanovllm.ops.quantized_weight import QuantizedPiece
 
 
 def quantized_tensor(
