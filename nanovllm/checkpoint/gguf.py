@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.checkpoint.gguf_architectures import ARCHITECTURES, Architecture
 from nanovllm.checkpoint.gguf_file import field, list_field, special_token_id, to_float
+from nanovllm.checkpoint.quantized.weight_format import Layouts, QuantLayout
 from nanovllm.engine.step import Pooling
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 
@@ -217,6 +219,20 @@ def _block_types(reader: GGUFReader, architecture: Architecture) -> dict[str, st
     named = [(known_name(tensor, architecture), tensor) for tensor in reader.tensors]
     types = {name: t.tensor_type.name for name, t in named if name is not None}
     return {name: kind for name, kind in types.items() if kind in BLOCK_TYPES}
+
+
+def block_layouts(types: Mapping[str, str]) -> Layouts:
+    """Return the layouts, given each tensor's GGUF type; a layer's experts share a tensor."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    def layout_of(module: str) -> QuantLayout | None:
+        kind = types.get(re.sub(r"experts\.\d+\.", "experts.*.", f"{module}.weight"))
+        if kind is None:
+            return None
+        size, num_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+        return QuantLayout(kind, size, block_bytes=num_bytes)
+
+    return layout_of
 
 
 def known_name(tensor: ReaderTensor, architecture: Architecture) -> str | None:

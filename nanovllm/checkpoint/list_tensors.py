@@ -22,6 +22,7 @@ _QUANTIZED_DTYPES = {
     "I64": torch.int64,
     "I32": torch.int32,
     "I8": torch.int8,
+    "U8": torch.uint8,
 }
 
 

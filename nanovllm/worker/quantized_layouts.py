@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.checkpoint.find import Checkpoint
-from nanovllm.checkpoint.gguf import BLOCK_TYPES_KEY
+from nanovllm.checkpoint.gguf import BLOCK_TYPES_KEY, block_layouts
 from nanovllm.checkpoint.list_tensors import list_weights
 from nanovllm.checkpoint.quantization import choose_quantization
 from nanovllm.checkpoint.quantized.weight_format import Layouts, QuantLayout, RoundToFp8
@@ -39,16 +38,15 @@ def choose_layouts(
     is_dummy = config.load_format == "dummy"
     types = checkpoint_config.get(BLOCK_TYPES_KEY)
     if types and not is_dummy and device.reads_quantized("gguf", dtype):
-        return _gguf_layouts(types)
+        return block_layouts(types)
     stored = checkpoint_config.get("quantization_config")
     quantization = choose_quantization(config.quantization, stored)
     layout = quantization and quantization.format.layout
     if not quantization or not layout or not device.reads_quantized(layout.kind, dtype):
         return None
     if isinstance(checkpoint, Checkpoint) and not is_dummy:
-        layouts = {
-            each.name.removesuffix(".weight"): each.layout for each in list_weights(checkpoint)
-        }
+        tensors = list_weights(checkpoint)
+        layouts = {each.name.removesuffix(".weight"): each.layout for each in tensors}
         return lambda module: None if module.endswith("embed_tokens") else layouts.get(module)
     from nanovllm.checkpoint.quantized.combine import is_quantized_to_fp8
 
@@ -61,20 +59,6 @@ def choose_layouts(
         return layout if is_projection and not quantization.ignores(module) else None
 
     return expected_layout
-
-
-def _gguf_layouts(types: Mapping[str, str]) -> Layouts:
-    """Return the layouts, given each tensor's GGUF type; a layer's experts share a tensor."""
-    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-
-    def layout_of(module: str) -> QuantLayout | None:
-        kind = types.get(re.sub(r"experts\.\d+\.", "experts.*.", f"{module}.weight"))
-        if kind is None:
-            return None
-        size, num_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
-        return QuantLayout(kind, size, block_bytes=num_bytes)
-
-    return layout_of
 
 
 def log_dequantized(tensors: list[StoredTensor], expected: dict[str, ExpectedTensor]) -> None:

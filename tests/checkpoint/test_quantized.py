@@ -116,29 +116,31 @@ def test_values_follow_the_formula(
 
 
 @dataclass(frozen=True)
-class SignedBytes:
-    """Another `WeightFormat`: signed bytes with a scale per output."""
+class Bytes:
+    """Another `WeightFormat`: unsigned bytes with a scale per output."""
 
     parts = ("bytes", "scale")
     layout = None
 
-    def open(self, parts: Parts) -> StoredTensor:
+    def open(self, parts: Parts) -> list[StoredTensor]:
         values, scale = parts["bytes"], parts["scale"]
 
         def read_rows(outputs: slice, inputs: slice) -> QuantizedPiece:
-            return QuantizedPiece(read_part(values, outputs, inputs), read_part(scale, outputs))
+            return QuantizedPiece(
+                read_part(values, outputs, inputs), read_part(scale, outputs), zeros=128
+            )
 
-        shape = check_matrix(values, "int8")
-        return quantized_tensor(values, shape, (1, 1), self.layout, read_rows)
+        shape = check_matrix(values, "uint8")
+        return [quantized_tensor(values, shape, (1, 1), self.layout, read_rows)]
 
 
 def test_a_format_is_a_class_and_an_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(METHODS, "bytes", lambda stored: Quantization("bytes", SignedBytes()))
+    monkeypatch.setitem(METHODS, "bytes", lambda stored: Quantization("bytes", Bytes()))
     config, scale = {"quant_method": "bytes"}, torch.rand(24, 1)
-    values = torch.randint(-128, 128, (24, 40), dtype=torch.int8)
+    values = torch.randint(256, (24, 40), dtype=torch.uint8)
     tensors = list_stored(tmp_path, named({"bytes": values, "scale": scale}), config)
     for index in PARTS:
-        assert_same(read(tensors["a.weight"], *index), (values * scale)[index])
+        assert_same(read(tensors["a.weight"], *index), ((values.float() - 128) * scale)[index])
     with pytest.raises(CheckpointError, match="a is quantized and has no tensor scale"):
         list_stored(tmp_path, named({"bytes": values}), config)
 

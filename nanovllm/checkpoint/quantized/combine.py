@@ -40,23 +40,22 @@ def combine_parts(
         names = names_to_quantize(tensors)
         return [quantize_to_fp8(tensor) if tensor.name in names else tensor for tensor in tensors]
     modules: dict[str, dict[str, StoredTensor]] = {}
-    combined, others = [], []
+    combined, others = list[StoredTensor](), list[StoredTensor]()
     for tensor in tensors:
         module, _, name = tensor.name.rpartition(".")
-        is_duplicate = name in modules.get(module, {})
-        if name not in weight_format.parts or is_duplicate:
-            others.append(tensor)
-        else:
+        if name in weight_format.parts and name not in modules.get(module, ()):
             modules.setdefault(module, {})[name] = tensor
+        else:
+            others.append(tensor)
     for module, parts in modules.items():
         if parts.keys() == {"weight"} and parts["weight"].dtype in FLOATS:
             others += parts.values()
         else:
-            combined.append(_open(module, parts, weight_format))
+            combined += _open(module, parts, weight_format)
     return combined + [tensor for tensor in others if not _is_empty_bias(tensor, expected)]
 
 
-def _open(module: str, parts: Parts, weight_format: WeightFormat) -> StoredTensor:
+def _open(module: str, parts: Parts, weight_format: WeightFormat) -> list[StoredTensor]:
     try:
         return weight_format.open(parts)
     except KeyError as error:

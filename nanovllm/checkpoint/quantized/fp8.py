@@ -51,7 +51,7 @@ class Fp8:
     def layout(self) -> QuantLayout:
         return QuantLayout("fp8", -1 if self.block is None else self.block[1])
 
-    def open(self, parts: Parts) -> StoredTensor:
+    def open(self, parts: Parts) -> list[StoredTensor]:
         from nanovllm.checkpoint.quantized import weight
         from nanovllm.ops.quantized_weight import QuantizedPiece
 
@@ -74,4 +74,4 @@ class Fp8:
             return QuantizedPiece(part, by_output, group_of=group_of)
 
         alignment = self.block or (1, 1)
-        return weight.quantized_tensor(values, shape, alignment, self.layout, read)
+        return [weight.quantized_tensor(values, shape, alignment, self.layout, read)]

@@ -78,7 +78,7 @@ class Integers:
             return QuantLayout("int4", self.group_size, not self.is_symmetric, "bfloat16")
         return QuantLayout("int4", self.group_size, True, "float16")
 
-    def open(self, parts: Parts) -> StoredTensor:
+    def open(self, parts: Parts) -> list[StoredTensor]:
         from nanovllm.checkpoint.quantized import weight
         from nanovllm.ops.quantized_weight import QuantizedPiece
 
@@ -116,7 +116,7 @@ class Integers:
             dtype = str(scales.tensor.dtype).removeprefix("torch.")
             dtype = dtype if dtype in ("float16", "bfloat16") else "float32"
             layout = replace(layout, has_zeros=not isinstance(zeros, int), scale_dtype=dtype)
-        return weight.quantized_tensor(values.tensor, shape, (per_word, unit), layout, read)
+        return [weight.quantized_tensor(values.tensor, shape, (per_word, unit), layout, read)]
 
     def _open_zeros(self, parts: Parts, shape: tuple[int, int]) -> StoredMatrix | int:
         """Return the zero points, which are packed along the outputs, or the one of all groups."""

@@ -43,8 +43,8 @@ class WeightFormat(Protocol):
     def layout(self) -> QuantLayout | None:
         """The layout of the weights, or None if no kernel can read them."""
 
-    def open(self, parts: Parts) -> StoredTensor:
-        """Return the weight of a module; raise KeyError if one of its tensors is missing."""
+    def open(self, parts: Parts) -> list[StoredTensor]:
+        """Return the weights of a module; raise KeyError if one of its tensors is missing."""
 
 
 @dataclass(frozen=True, slots=True)
