@@ -40,7 +40,9 @@ def read_block(block: list[int] | None) -> Fp8:
 
 @dataclass(frozen=True, slots=True)
 class Fp8:
-    # (outputs, inputs) of a block that shares a scale; None: a scale per output or per tensor
+    """The settings of FP8 weights."""
+
+    # (outputs, inputs) of a block that shares a scale; None: one scale per output, or per tensor.
     block: tuple[int, int] | None = None
 
     @property

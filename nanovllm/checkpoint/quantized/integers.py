@@ -34,10 +34,9 @@ class Packing:
     scales: str
     zeros: str  # packed along the outputs
     g_idx: str = ""  # group of each input
-    shape: str = ""  # numbers of outputs and inputs; without it, values are [inputs, outputs]
+    shape: str = ""  # numbers of outputs and inputs; if unset, matrices are [inputs, outputs]
     # If set, words hold several outputs, output i of a word at positions[i]; else several inputs.
     positions: tuple[int, ...] = ()
-    is_transposed: bool = True  # whether matrices are [inputs, outputs]
     # Whether symmetric weights may lack zero points, and zero points may be signed bytes.
     has_optional_zeros: bool = False
 
@@ -47,13 +46,14 @@ GPTQ = Packing("qweight", "scales", "qzeros", "g_idx")
 # Half of their range has been added to the integers.
 COMPRESSED = Packing(
     *("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape"),
-    is_transposed=False,
     has_optional_zeros=True,
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Integers:
+    """The settings of a format of packed integers."""
+
     packing: Packing
     bits: int
     group_size: int  # number of inputs per scale; -1: one scale per output channel
@@ -83,40 +83,39 @@ class Integers:
         from nanovllm.ops.quantized_weight import QuantizedPiece
 
         packing, per_word = self.packing, 32 // self.bits
-        packed = (per_word, 1) if packing.positions else (1, per_word)
+        unit = (per_word, 1) if packing.positions else (1, per_word)  # outputs, inputs of a word
         if packing.shape:
             check_part(parts[packing.shape], (2,), "int64", "int32")
             num_outputs, num_inputs = weight.read_part(parts[packing.shape]).tolist()
         else:
             rows, columns = check_matrix(parts[packing.values], "int32")  # of words
-            num_outputs, num_inputs = columns * packed[0], rows * packed[1]
+            num_outputs, num_inputs = columns * unit[0], rows * unit[1]
         size = max(num_inputs, 1) if self.group_size == -1 else self.group_size
-        by_group = num_outputs, -(-num_inputs // size)
-        shape = num_outputs, num_inputs
-        values = self._open_matrix(parts[packing.values], shape, packed, "int32")
-        scales = self._open_matrix(parts[packing.scales], by_group, (1, 1), *FLOATS)
-        zeros = self._open_zeros(parts, by_group)
+        shape, scale_shape = (num_outputs, num_inputs), (num_outputs, -(-num_inputs // size))
+        values = self._open_matrix(parts[packing.values], shape, unit, "int32")
+        scales = self._open_matrix(parts[packing.scales], scale_shape, (1, 1), *FLOATS)
+        zeros = self._open_zeros(parts, scale_shape)
         g_idx = parts[packing.g_idx] if self.desc_act else parts.get(packing.g_idx)
         group_of_input = None if g_idx is None else weight.read_groups(g_idx, num_inputs, size)
 
         def read(outputs: slice, inputs: slice) -> QuantizedPiece:
             groups, group_of = weight.in_groups(inputs, size)
             if group_of_input is not None:
-                groups, group_of = slice(0, by_group[1]), group_of_input[inputs]
+                groups, group_of = slice(0, scale_shape[1]), group_of_input[inputs]
             zero = zeros if isinstance(zeros, int) else zeros.read(outputs, groups)
             integers, scale = values.read(outputs, inputs), scales.read(outputs, groups)
             return QuantizedPiece(integers, scale, zero, group_of)
 
-        layout, unit = self.layout, per_word
+        layout, alignment = self.layout, per_word
         if group_of_input is not None:
             layout = None
         elif self.group_size != -1:
-            unit = math.lcm(per_word, size)
+            alignment = math.lcm(per_word, size)
         if layout is not None:
             dtype = str(scales.tensor.dtype).removeprefix("torch.")
             dtype = dtype if dtype in ("float16", "bfloat16") else "float32"
             layout = replace(layout, has_zeros=not isinstance(zeros, int), scale_dtype=dtype)
-        return [weight.quantized_tensor(values.tensor, shape, (per_word, unit), layout, read)]
+        return [weight.quantized_tensor(values.tensor, shape, (per_word, alignment), layout, read)]
 
     def _open_zeros(self, parts: Parts, shape: tuple[int, int]) -> StoredMatrix | int:
         """Return the zero points, which are packed along the outputs, or the one of all groups."""
@@ -147,7 +146,7 @@ class Integers:
     ) -> StoredMatrix:
         from nanovllm.checkpoint.quantized.weight import StoredMatrix
 
-        order = -1 if self.packing.is_transposed else 1
+        order = 1 if self.packing.shape else -1
         stored_shape = -(-shape[0] // per_word[0]), -(-shape[1] // per_word[1])
         check_part(tensor, stored_shape[::order], *dtypes)
         return StoredMatrix(tensor, order, per_word, self.packing.positions)
