@@ -19,7 +19,6 @@ from nanovllm.ops.quantized_weight import QuantizedPiece
 
 PIECE_BYTES = 32 << 20  # bytes read at a time: enough to keep every thread busy
 Index = tuple[slice, ...]  # the part of a tensor to read; (): all of it
-FLOATS = torch.float64, torch.float32, torch.float16, torch.bfloat16
 
 
 class Read(Protocol):
@@ -43,6 +42,10 @@ class StoredTensor:
     read_quantized: ReadQuantized | None = None
     dtype: torch.dtype = torch.float32  # dtype of what `read` yields (not set for GGUF)
     layout: QuantLayout | None = None  # layout of the QuantizedPieces, if kernels can read it
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
 
 
 def read_and_release(tensor: Tensor, index: Index = ()) -> Iterator[Tensor]:

@@ -44,7 +44,8 @@ class LayerWeight(nn.Module):
         if self.tensors is None:
             self.use_dense()
         assert self.tensors is not None
-        return self.tensors.expected_tensors(parent)
+        tensors = self.tensors.expected_tensors()
+        return {f"{parent}{name}.weight": tensor for name, tensor in tensors.items()}
 
     @property
     def is_dense(self) -> bool:
@@ -74,9 +75,8 @@ class DenseTensor(nn.Module):
         self.outputs, self.inputs = outputs, inputs
         self.values = build.parameter(num_outputs(outputs), inputs.count)
 
-    def expected_tensors(self, parent: str) -> dict[str, ExpectedTensor]:
-        tensors = expect_stack(self.values, self.outputs, self.inputs)
-        return {f"{parent}{name}.weight": tensor for name, tensor in tensors.items()}
+    def expected_tensors(self) -> dict[str, ExpectedTensor]:
+        return expect_stack(self.values, self.outputs, self.inputs)
 
     def reorder(self, rows: Tensor) -> None:
         self.values.data = self.values.data[rows]

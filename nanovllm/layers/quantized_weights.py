@@ -11,15 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm.checkpoint.quantized.weight_format import QuantLayout
-from nanovllm.layers.shards import (
-    CopiedPart,
-    ExpectedTensor,
-    Outputs,
-    Shard,
-    expect_shards,
-    expect_stack,
-    num_outputs,
-)
+from nanovllm.layers.shards import ExpectedTensor, Outputs, Shard, expect_stack, num_outputs
 from nanovllm.ops.interface import BlockOps
 from nanovllm.ops.quantized_weight import (
     BLOCK,
@@ -92,17 +84,9 @@ class WordTensors(nn.Module):
         if layout.has_zeros:
             self.zero_points = build.parameter(num_out, num_groups, dtype=torch.uint8)
 
-    def expected_tensors(self, parent: str) -> dict[str, ExpectedTensor]:
-        weight, tensors, first = self.for_ops(), {}, 0
-        for name, shards in self.outputs.items():
-            expected, parts = expect_shards(self.qweight[first:], shards, self.inputs), []
-            for shard, part in zip(shards, expected.parts, strict=True):
-                rows = QuantizedRows(weight, first, len(part.target), self.layout.group)
-                parts.append(CopiedPart(part.source, rows))
-                first += shard.count
-            expected = ExpectedTensor(expected.shape, tuple(parts), is_quantized=True)
-            tensors[f"{parent}{name}.weight"] = expected
-        return tensors
+    def expected_tensors(self) -> dict[str, ExpectedTensor]:
+        rows = QuantizedRows(self.for_ops(), self.layout.group)
+        return expect_stack(rows, self.outputs, self.inputs)
 
     def reorder(self, rows: Tensor) -> None:
         for parameter in self.parameters():
@@ -135,7 +119,7 @@ class BlockTensors(nn.Module):
         )
         self.weight: PanelWeight | None = None  # replaces `rows` once they are packed
 
-    def expected_tensors(self, parent: str) -> dict[str, ExpectedTensor]:
+    def expected_tensors(self) -> dict[str, ExpectedTensor]:
         tensors = {}
         for (layout, outputs), rows in zip(self.runs, self.rows, strict=True):
             shards = [shard for each in outputs.values() for shard in each]
@@ -144,7 +128,7 @@ class BlockTensors(nn.Module):
             expected = expect_stack(rows, outputs, byte_columns(layout, self.inputs))
             for name, tensor in expected.items():
                 shape = tensor.shape[0], self.inputs.size
-                tensors[f"{parent}{name}.weight"] = replace(tensor, shape=shape, is_quantized=True)
+                tensors[name] = replace(tensor, shape=shape, is_quantized=True)
         return tensors
 
     def reorder(self, rows: Tensor) -> None:

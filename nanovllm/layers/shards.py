@@ -78,10 +78,13 @@ def check_splits(model: ModelConfig, size: int) -> None:
         )
 
 
+Target = Tensor | QuantizedRows
+
+
 @dataclass(frozen=True, slots=True)
 class CopiedPart:
     source: tuple[slice, ...]  # index into the checkpoint tensor; (): all of it
-    target: Tensor | QuantizedRows
+    target: Target
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +104,7 @@ def expect_replicated(target: Tensor) -> ExpectedTensor:
     return ExpectedTensor(tuple(target.shape), (CopiedPart((), target),))
 
 
-def expect_shards(target: Tensor, rows: list[Shard], *columns: Shard) -> ExpectedTensor:
+def expect_shards(target: Target, rows: list[Shard], *columns: Shard) -> ExpectedTensor:
     """Expect a tensor whose rows concatenate several outputs, such as q, k and v.
 
     This rank copies a shard of each output; the shards fill the target in the same order.
@@ -112,10 +115,11 @@ def expect_shards(target: Tensor, rows: list[Shard], *columns: Shard) -> Expecte
         source = slice(stored + begin, stored + end), *(column.stored for column in columns)
         parts.append(CopiedPart(source, target[first : first + end - begin]))
         stored, first = stored + shard.size, first + shard.count
-    return ExpectedTensor((stored, *(column.size for column in columns)), tuple(parts))
+    shape = stored, *(column.size for column in columns)
+    return ExpectedTensor(shape, tuple(parts), isinstance(target, QuantizedRows))
 
 
-def expect_stack(target: Tensor, outputs: Outputs, *columns: Shard) -> dict[str, ExpectedTensor]:
+def expect_stack(target: Target, outputs: Outputs, *columns: Shard) -> dict[str, ExpectedTensor]:
     """Expect one tensor per name; their shards fill the target's rows in the order of `outputs`."""
     tensors, first = {}, 0
     for name, rows in outputs.items():

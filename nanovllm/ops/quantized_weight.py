@@ -64,10 +64,9 @@ class QuantizedWeight:
             return 0
         return BLOCK * num_blocks(self.num_in) // self.scales.shape[1]
 
-    def part(self, index: int, count: int) -> QuantizedWeight:
-        """Return part `index` of `count` equal parts of the outputs."""
-        zeros = None if self.zero_points is None else self.zero_points.chunk(count)[index]
-        qweight, scales = self.qweight.chunk(count)[index], self.scales.chunk(count)[index]
+    def __getitem__(self, outputs: slice) -> QuantizedWeight:
+        zeros = None if self.zero_points is None else self.zero_points[outputs]
+        qweight, scales = self.qweight[outputs], self.scales[outputs]
         return QuantizedWeight(self.bits, qweight, scales, zeros, self.num_in)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
@@ -160,31 +159,30 @@ class QuantizedPiece:
 class QuantizedRows:
     """Some rows of a quantized weight, as the target of a checkpoint tensor."""
 
-    weight: QuantizedWeight
-    first: int
-    count: int
+    weight: QuantizedWeight  # a view of these rows
     group: int  # group size in the checkpoint; -1: one scale per output channel
 
     def __len__(self) -> int:
-        return self.count
+        return len(self.weight.qweight)
+
+    def __getitem__(self, rows: slice) -> QuantizedRows:
+        return QuantizedRows(self.weight[rows], self.group)
 
     @property
     def nbytes(self) -> int:
-        return self.weight.qweight[self.first : self.first + self.count].nbytes
+        return self.weight.qweight.nbytes
 
-    def put(self, first: int, piece: QuantizedPiece, fill: Fill) -> None:
-        """Fill rows, starting at `first`; scales and zero points are per checkpoint group."""
-        rows = slice(self.first + first, self.first + first + len(piece))
-        fill(self.weight.scales[rows], self._by_group(piece.scales))
-        values, device = piece.values, self.weight.qweight.device
-        staged = torch.empty(values.shape, dtype=values.dtype, device=device)
+    def put(self, piece: QuantizedPiece, fill: Fill) -> None:
+        """Fill all rows; scales and zero points are per checkpoint group."""
+        weight, values, zeros = self.weight, piece.values, piece.zeros
+        fill(weight.scales, self._by_group(piece.scales))
+        staged = torch.empty(values.shape, dtype=values.dtype, device=weight.qweight.device)
         fill(staged, values)
-        self.weight.qweight[rows] = pack_words(staged)
-        if self.weight.zero_points is not None:
-            zeros = piece.zeros
+        weight.qweight.copy_(pack_words(staged))
+        if weight.zero_points is not None:
             if isinstance(zeros, int):
                 zeros = torch.full_like(piece.scales, zeros, dtype=torch.uint8)
-            fill(self.weight.zero_points[rows], self._by_group(zeros))
+            fill(weight.zero_points, self._by_group(zeros))
 
     def put_random(self, values: Tensor) -> None:
         """Fill all rows with 0.02 * `values`, quantized; the values are standard normal."""
@@ -194,7 +192,7 @@ class QuantizedRows:
             quantized, scale = (2 * values + MIDDLE).round().clamp(0, 15).to(torch.uint8), 0.01
         scales = values.new_full((len(values), 1), scale)
         piece = QuantizedPiece(quantized, scales, MIDDLE)
-        replace(self, group=-1).put(0, piece, Tensor.copy_)
+        replace(self, group=-1).put(piece, Tensor.copy_)
 
     def _by_group(self, numbers: Tensor) -> Tensor:
         """Expand numbers per checkpoint group to this weight's groups, and pad to whole blocks."""

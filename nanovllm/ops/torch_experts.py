@@ -70,7 +70,8 @@ def _of_expert(weight: Weight, expert: int, num_experts: int, dtype: torch.dtype
     if isinstance(weight, Tensor):
         return weight[expert]
     assert isinstance(weight, QuantizedWeight)
-    return weight.part(expert, num_experts).dequantize(dtype)
+    size = weight.shape[0] // num_experts
+    return weight[expert * size : (expert + 1) * size].dequantize(dtype)
 
 
 def run_expert(

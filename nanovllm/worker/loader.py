@@ -164,12 +164,13 @@ def _fill(tensor: StoredTensor, expected: dict[str, ExpectedTensor], device: Dev
     for part in wanted.parts:
         target, first = part.target, 0
         for piece in read(part.source):
+            rows = target[first : first + len(piece)]
             if isinstance(piece, Tensor):
-                assert isinstance(target, Tensor)
-                device.fill(target[first : first + len(piece)], piece)
+                assert isinstance(rows, Tensor)
+                device.fill(rows, piece)
             else:
-                assert isinstance(target, QuantizedRows)
-                target.put(first, piece, device.fill)
+                assert isinstance(rows, QuantizedRows)
+                rows.put(piece, device.fill)
             first += len(piece)
         assert first == len(target), f"{tensor.name}: {first} of {len(target)} rows"
     return tensor.name

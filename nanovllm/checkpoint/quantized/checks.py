@@ -54,9 +54,8 @@ def check_matrix(tensor: StoredTensor, dtype: str) -> tuple[int, int]:
 
 
 def check_part(tensor: StoredTensor, shape: tuple[int, ...], *dtypes: str) -> None:
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    if tensor.shape != shape or dtype not in dtypes:
+    if tensor.shape != shape or tensor.dtype_name not in dtypes:
         raise CheckpointError(
-            f"{tensor.file}: tensor {tensor.name!r} has shape {list(tensor.shape)} of {dtype}, "
-            f"expected {list(shape)} of {' or '.join(dtypes)}"
+            f"{tensor.file}: tensor {tensor.name!r} has shape {list(tensor.shape)} of "
+            f"{tensor.dtype_name}, expected {list(shape)} of {' or '.join(dtypes)}"
         )

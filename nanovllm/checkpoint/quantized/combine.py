@@ -8,14 +8,10 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Sequence
 
+from nanovllm.checkpoint.quantized.checks import FLOATS
 from nanovllm.checkpoint.quantized.weight import quantized_tensor, read_part
-from nanovllm.checkpoint.quantized.weight_format import (
-    Parts,
-    Quantization,
-    RoundToFp8,
-    WeightFormat,
-)
-from nanovllm.checkpoint.stored_tensors import FLOATS, StoredTensor
+from nanovllm.checkpoint.quantized.weight_format import Quantization, RoundToFp8, WeightFormat
+from nanovllm.checkpoint.stored_tensors import StoredTensor
 from nanovllm.errors import CheckpointError
 from nanovllm.ops.fp8 import quantize_rows
 from nanovllm.ops.quantized_weight import QuantizedPiece
@@ -48,14 +44,16 @@ def combine_parts(
         else:
             others.append(tensor)
     for module, parts in modules.items():
-        if parts.keys() == {"weight"} and parts["weight"].dtype in FLOATS:
+        if parts.keys() == {"weight"} and parts["weight"].dtype_name in FLOATS:
             others += parts.values()
         else:
             combined += _open(module, parts, weight_format)
     return combined + [tensor for tensor in others if not _is_empty_bias(tensor, expected)]
 
 
-def _open(module: str, parts: Parts, weight_format: WeightFormat) -> list[StoredTensor]:
+def _open(
+    module: str, parts: dict[str, StoredTensor], weight_format: WeightFormat
+) -> list[StoredTensor]:
     try:
         return weight_format.open(parts)
     except KeyError as error:

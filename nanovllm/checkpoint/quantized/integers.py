@@ -112,7 +112,7 @@ class Integers:
         elif self.group_size != -1:
             alignment = math.lcm(per_word, size)
         if layout is not None:
-            dtype = str(scales.tensor.dtype).removeprefix("torch.")
+            dtype = scales.tensor.dtype_name
             dtype = dtype if dtype in ("float16", "bfloat16") else "float32"
             layout = replace(layout, has_zeros=not isinstance(zeros, int), scale_dtype=dtype)
         return [weight.quantized_tensor(values.tensor, shape, (per_word, alignment), layout, read)]
@@ -124,7 +124,7 @@ class Integers:
         tensor = parts.get(name) if is_optional and self.is_symmetric else parts[name]
         if tensor is None:
             return middle
-        if is_optional and str(tensor.dtype) == "torch.int8":
+        if is_optional and tensor.dtype_name == "int8":
             zeros = self._open_matrix(tensor, shape, (1, 1), "int8")
             return replace(zeros, convert=lambda stored: (stored.int() + middle).byte())
         zeros = self._open_matrix(tensor, shape, (32 // self.bits, 1), "int32")
