@@ -17,9 +17,9 @@ from nanovllm.engine.input_processor import Vocabulary
 from nanovllm.errors import GrammarError
 from nanovllm.features.grammar import limits
 from nanovllm.features.grammar.guidance import GuidanceEngine, GuidanceGrammar
-from tests.structured.fuzz import VOCAB_SIZE, new_grammars
+from tests.features.grammar.fuzz import VOCAB_SIZE, new_grammars
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +170,7 @@ def test_random_grammars_do_no_harm(count: Callable[[int], int]) -> None:
     number = count(2000)
     longest_wait = 1.0 if number == 2000 else 10.0  # in a short run, other tests load the machine
     for first in range(0, number, 200):
-        command = [sys.executable, "-m", "tests.structured.fuzz", str(first), "200"]
+        command = [sys.executable, "-m", "tests.features.grammar.fuzz", str(first), "200"]
         done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
         assert done.returncode == 0, (done.returncode, done.stderr[-2000:])
         found = json.loads(done.stdout)

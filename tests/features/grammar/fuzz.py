@@ -1,7 +1,7 @@
 """Compile random grammars that are deep, wide or cyclic, and match text with the accepted ones.
 
-Run as `python -m tests.structured.fuzz FIRST COUNT`; prints how many were accepted, and how long
-other Python threads had to wait.
+Run as `python -m tests.features.grammar.fuzz FIRST COUNT`; prints how many were accepted, and how
+long other Python threads had to wait.
 """
 
 from __future__ import annotations
