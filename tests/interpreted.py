@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import runpy
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -16,10 +18,20 @@ from triton.runtime import interpreter
 
 def main() -> None:
     del sys.argv[0]
+    gc.freeze()  # otherwise the imported modules are visited again and again
+    builder = interpreter.interpreter_builder
+    # The check for overflow takes a quarter of the time, and its result is used only for debugging.
+    options = replace(builder.options, sanitize_overflow=False)
     with (
+        patch.object(builder, "options", options),
         patch.object(interpreter, "_patch_lang", patch_language_once(interpreter._patch_lang)),
         patch.object(interpreter, "_get_np_dtype", by_name(interpreter._get_np_dtype)),
         patch.object(interpreter, "_convert_float", round_to_fp8(interpreter._convert_float)),
+        patch.object(
+            interpreter.ReduceOps,
+            "generic_reduce",
+            by_slices(interpreter.ReduceOps.generic_reduce),
+        ),
         patch.object(core.block_type, "__init__", describe_once(core.block_type.__init__)),
         patch.object(core.tensor, "__init__", shape_once(core.tensor.__init__)),
     ):
@@ -65,6 +77,24 @@ def round_to_fp8(convert: Callable[..., Any]) -> Callable[..., Any]:
         return codes.view(torch.uint8).numpy()
 
     return convert_float
+
+
+def by_slices(reduce: Callable[..., Any]) -> Callable[..., Any]:
+    """Combine slices of the input, in the same order as the interpreter combines its elements."""
+
+    def generic_reduce(self: Any, parts: Any) -> Any:
+        if self.axis is None or self.keep_dims:
+            return reduce(self, parts)
+
+        def slices(i: int) -> list[Any]:
+            return [self.to_tensor(x.handle.data.take(i, self.axis), x.dtype) for x in parts]
+
+        total = slices(0)
+        for i in range(1, parts[0].shape[self.axis]):
+            total = self.combine_fn.fn(*total, *slices(i))
+        return total
+
+    return generic_reduce
 
 
 def describe_once(init: Callable[..., None]) -> Callable[..., None]:

@@ -10,9 +10,6 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from transformers.models.qwen3_5 import modeling_qwen3_5
-from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
-from transformers.models.qwen3_next import modeling_qwen3_next
 
 from nanovllm.config import RecurrentConfig
 from nanovllm.ops.interface import (
@@ -102,6 +99,11 @@ class DeltaNetCase:
 @contextmanager
 def exact_delta_rules() -> Iterator[None]:
     """Make transformers run the delta rule of float64 models in float64: it always uses float32."""
+    # Imported here, because the kernels run in a process that does not need transformers.
+    from transformers.models.qwen3_5 import modeling_qwen3_5
+    from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
+    from transformers.models.qwen3_next import modeling_qwen3_next
+
     with ExitStack() as stack:
         for module in (modeling_qwen3_5, modeling_qwen3_5_moe, modeling_qwen3_next):
             name = "torch_chunk_gated_delta_rule"
