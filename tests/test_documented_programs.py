@@ -22,6 +22,8 @@ from unittest.mock import patch
 import pytest
 
 import nanovllm
+from nanovllm import AsyncLLM
+from nanovllm.batch import batch_engine
 from nanovllm.cli import main, start
 from nanovllm.cli.start import load_llm
 from nanovllm.config import EngineConfig
@@ -129,7 +131,10 @@ def servers() -> Iterator[Servers]:
 
 @pytest.fixture(scope="module")
 def shared_engines() -> Iterator[None]:
-    """Let commands and programs with the same engine options share an engine."""
+    """Let commands and programs with the same engine options share an engine.
+
+    Asynchronous engines are not shared, but run in this process: a new one takes seconds to start.
+    """
     with contextlib.ExitStack() as stack:
 
         @functools.cache
@@ -139,7 +144,13 @@ def shared_engines() -> Iterator[None]:
         def create(model: str, **options: Any) -> Any:
             return load(EngineConfig(model, **options), None).enter_result
 
-        with patch.object(start, "load_llm", load), patch.object(nanovllm, "LLM", create):
+        in_process = functools.partial(AsyncLLM, in_process=True)
+        with (
+            patch.object(start, "load_llm", load),
+            patch.object(nanovllm, "LLM", create),
+            patch.object(nanovllm, "AsyncLLM", in_process),
+            patch.object(batch_engine, "AsyncLLM", in_process),
+        ):
             yield
 
 

@@ -6,7 +6,6 @@ import importlib
 import json
 import re
 import shlex
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -20,6 +19,7 @@ from benchmarks.engine.first_minute import Run
 from benchmarks.engine.startup import PHASES
 from benchmarks.engine.trace import report, summarize
 from nanovllm.cli import build_parser
+from nanovllm.cli.exit_code import exit_code
 from nanovllm.cli.options import dashed
 from nanovllm.errors import ConfigError
 from tests.bench.test_steps import CONFIG
@@ -28,10 +28,6 @@ from tests.cli.terminal_process import ROOT, run_program
 DOCUMENTS = [path for name in (".", "docs", "benchmarks", "benchmarks/notes")
              for path in (ROOT / name).glob("*.md")]  # fmt: skip
 COMMAND = re.compile(r"(?:python (-m benchmarks\.|bench\.py)|nanovllm (bench) )([^`#]*)")
-
-
-def script(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return run_program("-m", f"benchmarks.{name}", *arguments)
 
 
 def documented() -> list[str]:
@@ -78,13 +74,15 @@ def test_documented_scripts_are_there() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["engine.trace", "kernels.linear"])
-def test_some_need_a_gpu(name: str) -> None:
+def test_some_need_a_gpu(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("triton")
     if torch.cuda.is_available():
         pytest.skip("there is one")
-    result = script(name)
-    assert result.returncode == 2
-    assert "has no CUDA device" in result.stderr
+    monkeypatch.setattr(sys, "argv", [name])
+    assert exit_code(importlib.import_module(f"benchmarks.{name}").main) == 2
+    assert "has no CUDA device" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -92,7 +90,8 @@ def test_a_start_is_measured_in_its_own_process(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     options = ["--device", "cpu", "--max-model-len=512", "--load-format", "dummy"]
     began = time.time()
-    result = script("engine.startup", *options, "--measure", str(tmp_path), "--began", repr(began))
+    options += ["--measure", str(tmp_path), "--began", repr(began)]
+    result = run_program("-m", "benchmarks.engine.startup", *options)
     assert (result.returncode, result.stderr) == (0, "")
     start = startup.Start(**json.loads(result.stdout))
     assert set(start.spans) < {*PHASES}

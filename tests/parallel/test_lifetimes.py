@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -95,8 +94,7 @@ def test_two_engines_side_by_side(path: Path, answers: list[list[int]]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seconds", [0.0, 0.5])
-def test_ctrl_c_while_workers_start(path: Path, seconds: float) -> None:
+def test_ctrl_c_while_workers_start(path: Path) -> None:
     source = f"""
 import sys
 from nanovllm import LLM
@@ -105,7 +103,6 @@ LLM(sys.argv[1], tensor_parallel_size=2, **{OPTIONS})
     with program("-c", source, str(path)) as running:
         wait_until(lambda: len(descendants(running.pid)) == 2, programs.SECONDS, running.errors)
         pids = [int(pid) for pid in descendants(running.pid)]
-        time.sleep(seconds)
         os.killpg(running.pid, signal.SIGINT)
         assert running.wait(SECONDS) == -signal.SIGINT
         assert running.errors().endswith("\nKeyboardInterrupt\n")
