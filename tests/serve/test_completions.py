@@ -113,7 +113,8 @@ def spaced(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runn
     steps = [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     backend.decoder = decoders.Sequence(steps)
     PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>").save_pretrained(folder)
-    llm = AsyncLLM(folder, device="cpu", dtype="float32", max_model_len=64, num_kvcache_blocks=8)
+    sizes = {"max_model_len": 64, "num_kvcache_blocks": 8}
+    llm = AsyncLLM(folder, in_process=True, device="cpu", dtype="float32", **sizes)
     try:
         with running(llm) as server:
             yield server

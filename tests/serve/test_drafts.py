@@ -35,6 +35,7 @@ def drafting(server: Running) -> Iterator[Running]:
         patch.setattr(Trial, "add", lambda self, num_tokens, seconds: None)
         llm = AsyncLLM(
             server.llm.config.model,
+            in_process=True,  # child processes would not be patched
             device="cpu",
             dtype="float32",
             max_model_len=1024,

@@ -127,8 +127,8 @@ def forced(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     tokenizer.chat_template = QWEN3
     tokenizer.save_pretrained(folder)
     llm = AsyncLLM(
-        folder, device="cpu", dtype="float32", max_model_len=16384, kvcache_block_size=BLOCK,
-        num_kvcache_blocks=2048, max_num_seqs=4,
+        folder, in_process=True, device="cpu", dtype="float32", max_model_len=16384,
+        kvcache_block_size=BLOCK, num_kvcache_blocks=2048, max_num_seqs=4,
     )  # fmt: skip
     try:
         with running(ForcedLLM(llm, 1 if request.param == "qwen3" else 2)) as server:
