@@ -71,18 +71,24 @@ def run_python(
     hub: Hub, cache: Path, *arguments: str, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """Run Python with this hub and cache, whatever the environment says about others."""
-    own = {"HF_ENDPOINT": hub.url, "HF_HOME": str(cache), "OMP_NUM_THREADS": "1"}
-    is_odd = re.compile("HF_.*|.*_proxy", re.IGNORECASE).fullmatch
-    inherited = {key: value for key, value in os.environ.items() if not is_odd(key)}
-    environment = {**inherited, **own, **variables}
     return subprocess.run(
         [sys.executable, *arguments],
-        env=environment,
+        env={**environment_without_hub(), **settings(hub, cache), **variables},
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=False,
     )
+
+
+def settings(hub: Hub, cache: Path) -> dict[str, str]:
+    return {"HF_ENDPOINT": hub.url, "HF_HOME": str(cache)}
+
+
+def environment_without_hub() -> dict[str, str]:
+    is_odd = re.compile("HF_.*|.*_proxy", re.IGNORECASE).fullmatch
+    inherited = {key: value for key, value in os.environ.items() if not is_odd(key)}
+    return {**inherited, "OMP_NUM_THREADS": "1"}
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,22 +16,39 @@ pytest.importorskip("gguf")
 
 from nanovllm.checkpoint.hub import ALIASES, format_size, quantization_of
 from nanovllm.cli import main
-from tests.checkpoint.hub_server import Hub, run_python, serve
+from tests.checkpoint.hub_server import Hub, environment_without_hub, serve, settings
 from tests.checkpoint.tiny_gguf import write_gguf
 from tests.checkpoints import TinyCheckpoint
 from tests.cli.terminal_process import ROOT
 
 Result = tuple[int, str, str]  # exit code, stdout and stderr
 Cli = Callable[..., list[Result]]
+# Every run is a fork of this process, which has imported torch, but nothing that reads the
+# environment of a run.
 RUN = """
-import contextlib, io, json, sys
+import contextlib, io, json, os, sys, traceback
+import nanovllm.models.registry
 from nanovllm.cli import main
-out, err = sys.stdout, io.StringIO()
-for command in sys.argv[1:]:
-    with contextlib.redirect_stdout(io.StringIO()) as text, contextlib.redirect_stderr(err):
+
+def run(command):
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(err):
         code = main(command.split())
-    print(json.dumps([code, text.getvalue(), err.getvalue()]), file=out)
+    print(json.dumps([code, out.getvalue(), err.getvalue()]), flush=True)
     err.truncate(err.seek(0))
+
+for line in sys.stdin:
+    variables, *commands = json.loads(line)
+    if os.fork() == 0:
+        os.environ.update(variables)
+        err = io.StringIO()
+        try:
+            for command in commands:
+                run(command)
+        except BaseException:
+            traceback.print_exc()
+        os._exit(0)
+    os.wait()
+    print(flush=True)
 """
 SHARDS = [f"BF16/a-BF16-0000{i}-of-00002.gguf" for i in (1, 2)]
 WEIGHTS = "model.safetensors"
@@ -52,15 +71,31 @@ def hub(tiny: Callable[[str], TinyCheckpoint], tmp_path: Path) -> Iterator[Hub]:
         yield running
 
 
+@pytest.fixture(scope="module")
+def forks() -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen(
+        [sys.executable, "-c", RUN],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment_without_hub(),
+        cwd=ROOT,
+    ) as process:
+        yield process
+
+
 @pytest.fixture
-def cli(hub: Hub, tmp_path: Path) -> Cli:
+def cli(hub: Hub, forks: subprocess.Popen[str], tmp_path: Path) -> Cli:
     """Run commands in one process that shows no progress bars."""
 
     def run(*commands: str, **variables: str) -> list[Result]:
         variables = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", **variables}
-        done = run_python(hub, tmp_path / "cache", "-c", RUN, *commands, **variables)
-        assert done.returncode == 0, done.stderr
-        return [tuple(json.loads(line)) for line in done.stdout.splitlines()]
+        own = settings(hub, tmp_path / "cache")
+        print(json.dumps([{**own, **variables}, *commands]), file=forks.stdin, flush=True)
+        lines = iter(forks.stdout.readline, "\n")  # type: ignore[union-attr]
+        results: list[Result] = [tuple(json.loads(line)) for line in lines]
+        assert len(results) == len(commands)
+        return results
 
     return run
 
