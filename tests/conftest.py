@@ -23,6 +23,8 @@ FIRST = (
     "tests/devices/cpu/test_numba_attention.py",
     "tests/devices/cpu/test_experts.py",
     "tests/devices/cuda/kernels/test_interpreted.py",
+    # Meanwhile, the other process compiles the kernels that servers need.
+    "tests/devices/cuda/persistent/",
     "tests/serve/",
     "tests/ray/",
     "tests/test_structured.py",
