@@ -330,10 +330,10 @@ def test_texts_of_special_tokens_may_come_after_their_ids(
 
 def test_many_special_tokens_are_hidden_in_no_time() -> None:
     visible = VisibleText({7: "<|im_end|>"})
-    start = time.process_time()
+    start = time.thread_time()
     text = visible.feed("<|im_end|>a" * 20000, [7, 1] * 20000, has_more=False)
     assert text == "a" * 20000
-    assert time.process_time() - start < 2
+    assert time.thread_time() - start < 2
 
 
 @pytest.mark.parametrize(("stop", "reason"), [('"city"', "stop"), ("</tool_call>", "tool_calls")])
