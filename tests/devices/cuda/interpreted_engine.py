@@ -248,7 +248,7 @@ def check_masks(root: Path) -> None:
     path = make_checkpoint(root / "masks", ONE_LAYER).path
     with (
         mock.patch.object(steps, "CAPTURED_SAMPLING", (Sampling.GREEDY,)),
-        LLM(path, max_num_seqs=3, max_num_batched_tokens=48, **OPTIONS) as llm,
+        LLM(path, max_num_seqs=3, max_num_batched_tokens=8, **OPTIONS) as llm,
     ):
         engine, graphed = llm.engine, runner_of(llm).forward
         grammars: Any = OneToken(160)
