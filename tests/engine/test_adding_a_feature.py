@@ -122,7 +122,7 @@ def test_the_lines_that_plug_it_in(background: type[Any], monkeypatch: pytest.Mo
     with pytest.raises(ConfigError, match="background_priority needs nanovllm/features/background"):
         exec(programs()[1], dict(names))
     folder, file = ModuleType(MODULE), ModuleType(f"{MODULE}.background")
-    folder.__spec__ = ModuleSpec(MODULE, None)
+    folder.__spec__ = ModuleSpec(MODULE, None, origin="__init__.py")
     file.Background = background
     monkeypatch.setitem(sys.modules, MODULE, folder)
     monkeypatch.setitem(sys.modules, file.__name__, file)
