@@ -30,8 +30,7 @@ class Feature:
     def planned(self, step: Step) -> None:
         """Add to a step whose rows are chosen.
 
-        States add copies, grammars ask for bitmasks; speculation, the latency target and step mode
-        remember the rows.
+        States add copies, grammars ask for bitmasks, speculation and step mode remember the rows.
         """
 
     def committed(self, step: Step, result: StepResult) -> None:

@@ -51,6 +51,7 @@ class Step:
     state_copies: list[StateCopy] = field(default_factory=list)
     # request_ids that had their turn, as their rows end in a prompt: others are admitted first.
     served: set[str] = field(default_factory=set)
+    excluded: set[str] = field(default_factory=set)  # request_ids of which none is admitted
     dropped: list[Sequence] = field(default_factory=list)  # those whose results are discarded
     # Set if the step is sampled in a second call, when the tokens before it are known.
     get_bitmasks: GetBitmasks | None = None
@@ -266,7 +267,7 @@ class Scheduler:
 
     def _admit_waiting(self, step: Step) -> None:
         while step.budget and step.prompt_budget and self._free_slots:
-            seq = self.waiting.first(step.served) or self.waiting.first()
+            seq = self.waiting.first(step.served) or self.waiting.first(step.excluded)
             if seq is None:
                 return
             misfit, num_needed = self._misfit

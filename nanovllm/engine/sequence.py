@@ -150,13 +150,15 @@ class WaitingQueue:
             requests.move_to_end(seq.request_id, last=False)
         self._num_waiting += 1
 
-    def first(self, busy: Collection[str] = ()) -> Sequence | None:
-        """Return the next sequence of a request that is not in `busy`; None if there is none."""
+    def heads(self, busy: Collection[str] = ()) -> Iterator[Sequence]:
+        """Yield the next sequence of each request that is not in `busy`, in the order of turns."""
         for priority in self._priorities:
             for request_id, prompts in self._queues[priority].items():
                 if request_id not in busy:
-                    return next(iter(prompts.values()))
-        return None
+                    yield next(iter(prompts.values()))
+
+    def first(self, busy: Collection[str] = ()) -> Sequence | None:
+        return next(self.heads(busy), None)
 
     @property
     def has_series(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from nanovllm.engine.feature import Feature
@@ -18,6 +19,7 @@ MIN_PROMPT_TOKENS = {"cpu": 256, "cuda": 64}
 # While several prompts of one request wait, a step without decode rows is limited to this multiple
 # of the target, but at least MIN_QUEUED_TOKENS, which bounds the wait of other requests.
 QUEUED_RATIO, MIN_QUEUED_TOKENS = 4.0, 128
+MAX_HEADS = 16  # number of waiting requests whose first prompts are considered
 FIRST_SECONDS_PER_TOKEN = 80e-6  # estimate before the first measurement
 MARGIN = 0.8  # fraction of the target to aim for, because equal steps vary in duration
 # After the first measurement, the ratio of measured to estimated time is limited by MAX_RATIO and
@@ -36,10 +38,9 @@ class PromptBudget(Feature):
         self._seconds = MARGIN * target_seconds
         self._seconds_per_token = FIRST_SECONDS_PER_TOKEN
         self._is_measured = False
-        self._ran: set[str] = set()  # request_ids with an unfinished prompt in the latest step
-        # seq_ids of prompts that take only what others leave of the step being planned.
+        # seq_ids of prompts that share what others leave of the step being planned: `_room` tokens.
         self._yielding: set[int] = set()
-        self._room = 0  # number of tokens that are left for them
+        self._room = 0
 
     def joins(self, seq: Sequence) -> bool:
         return True
@@ -59,34 +60,39 @@ class PromptBudget(Feature):
             step.prompt_budget = min(step.prompt_budget, self.num_queued_tokens())
         self._yielding = set()
         if series and scheduler.allow_chunks:
-            self._take_turns(scheduler, step, prompts, series)
+            self._yield(scheduler, step, prompts, series)
 
-    def _take_turns(
+    def _yield(
         self, scheduler: Scheduler, step: Step, prompts: list[Sequence], series: list[Sequence]
     ) -> None:
-        """Let requests with many prompts yield to the others, if they ran in the latest step."""
+        """Leave to other requests what they need of the step.
+
+        Running prompts come first. Waiting ones get at most three quarters of the rest.
+        """
         request_ids = {seq.request_id for seq in series}
-        others = [seq for seq in prompts if seq.request_id not in request_ids]
-        first = scheduler.waiting.first(request_ids)
-        if first is not None and len(scheduler.running) < scheduler.max_num_seqs:
-            others.append(first)
-        if others:
-            highest = min(seq.priority for seq in others)
-            late = [s for s in series if s.request_id in self._ran and highest <= s.priority]
-            self._yielding = {seq.seq_id for seq in late}
-            step.served |= {seq.request_id for seq in late}
-            num_wanted = sum(len(seq.token_ids) - seq.num_computed for seq in others)
-            self._room = max(min(step.budget, step.prompt_budget) - num_wanted, 1)
+        least = min(seq.priority for seq in series)
+        running = [seq for seq in prompts if seq.request_id not in request_ids]
+        num_free = scheduler.max_num_seqs - len(scheduler.running)
+        heads = islice(scheduler.waiting.heads(request_ids), min(num_free, MAX_HEADS))
+        waiting = [seq for seq in heads if seq.priority <= least]
+        if not running and not waiting:
+            return
+        room = min(step.budget, step.prompt_budget)
+        room -= min(sum(seq.num_tokens - seq.num_computed for seq in running), room)
+        blocks, num_wanted = scheduler.blocks, 0
+        for seq in waiting:
+            if num_wanted < room:
+                num_wanted += len(seq.token_ids) - len(blocks.match(seq)) * blocks.block_size
+        self._room = max(room - num_wanted, -(-room // 4))
+        self._yielding = {seq.seq_id for seq in series}
+        step.served |= request_ids
+        step.excluded |= request_ids
 
     def row_end(self, seq: Sequence, end: int, limit: int) -> int:
         if seq.seq_id in self._yielding:
             end = min(end, seq.num_computed + self._room)
-            self._room = max(self._room - (end - seq.num_computed), 1)
+            self._room -= end - seq.num_computed
         return end
-
-    def planned(self, step: Step) -> None:
-        yielding = {seq.request_id for seq in step.rows if seq.seq_id in self._yielding}
-        self._ran = step.served - yielding
 
     def committed(self, step: Step, result: StepResult) -> None:
         self.measured(step.plan.num_prefill_tokens, step.num_decode_tokens, step.device_seconds)
