@@ -49,9 +49,10 @@ class Step:
     block_updates: list[BlockUpdate] = field(default_factory=list)
     draft_updates: list[DraftUpdate] = field(default_factory=list)
     state_copies: list[StateCopy] = field(default_factory=list)
-    # request_ids that had their turn, as their rows end in a prompt: others are admitted first.
+    # request_ids that had their turn, as their rows end in a prompt: others are admitted first, and
+    # then only those that are not in `excluded`.
     served: set[str] = field(default_factory=set)
-    excluded: set[str] = field(default_factory=set)  # request_ids of which none is admitted
+    excluded: set[str] = field(default_factory=set)
     dropped: list[Sequence] = field(default_factory=list)  # those whose results are discarded
     # Set if the step is sampled in a second call, when the tokens before it are known.
     get_bitmasks: GetBitmasks | None = None

@@ -165,6 +165,10 @@ class WaitingQueue:
         """Whether several prompts of one request are waiting."""
         return self._num_waiting > sum(map(len, self._queues.values()))
 
+    def has_several(self, seq: Sequence) -> bool:
+        """Whether several prompts wait of the request of `seq`, which is waiting itself."""
+        return len(self._queues[seq.priority][seq.request_id]) > 1
+
     def has_more(self, seq: Sequence) -> bool:
         """Whether other prompts of the same request are waiting."""
         return seq.request_id in self._queues.get(seq.priority, ())

@@ -9,7 +9,7 @@ from nanovllm.engine.feature import Feature
 
 if TYPE_CHECKING:
     from nanovllm.engine.scheduler import Scheduler, Step
-    from nanovllm.engine.sequence import Sequence
+    from nanovllm.engine.sequence import Sequence, WaitingQueue
     from nanovllm.engine.step import StepResult
 
 # Prompt tokens allowed in every step, by device, so that prompts always make progress. On a CPU, a
@@ -41,6 +41,9 @@ class PromptBudget(Feature):
         # seq_ids of prompts that share what others leave of the step being planned: `_room` tokens.
         self._yielding: set[int] = set()
         self._room = 0
+        # request_ids of which a prompt that is admitted in this step takes at most `_share` tokens.
+        self._sharing: set[str] = set()
+        self._share = 0
 
     def joins(self, seq: Sequence) -> bool:
         return True
@@ -58,9 +61,19 @@ class PromptBudget(Feature):
             step.prompt_budget = min(step.prompt_budget, most)
         elif scheduler.allow_chunks and (series or scheduler.waiting.has_series):
             step.prompt_budget = min(step.prompt_budget, self.num_queued_tokens())
-        self._yielding = set()
+        self._yielding, self._sharing = set(), set()
         if series and scheduler.allow_chunks:
             self._yield(scheduler, step, prompts, series)
+        elif scheduler.waiting.has_series and scheduler.allow_chunks:
+            self._halve(scheduler.waiting, step)
+
+    def _halve(self, waiting: WaitingQueue, step: Step) -> None:
+        """Let a request with many prompts begin with half of the step, if others wait, too."""
+        heads = list(islice(waiting.heads(), MAX_HEADS))
+        if len(heads) > 1:
+            self._sharing = {seq.request_id for seq in heads if waiting.has_several(seq)}
+            self._share = -(-min(step.budget, step.prompt_budget) // 2)
+            step.excluded |= self._sharing
 
     def _yield(
         self, scheduler: Scheduler, step: Step, prompts: list[Sequence], series: list[Sequence]
@@ -92,6 +105,8 @@ class PromptBudget(Feature):
         if seq.seq_id in self._yielding:
             end = min(end, seq.num_computed + self._room)
             self._room -= end - seq.num_computed
+        elif seq.request_id in self._sharing and end <= seq.num_tokens:
+            end = min(end, seq.num_computed + self._share)
         return end
 
     def committed(self, step: Step, result: StepResult) -> None:

@@ -311,6 +311,45 @@ def test_a_cached_prompt_lets_few_of_a_request_begin(depth: int) -> None:
 
 
 @DEPTHS
+def test_samples_of_a_prompt_beside_cached_prompts_compute_it_once(depth: int) -> None:
+    """What a cached prompt leaves of a step does not begin another sample."""
+    engine, prefix = Engine(processor, depth), (7,) * 640
+    engine.add(1000, 1, 1, prefix=prefix)
+    while engine.core.has_unfinished:
+        engine.step()
+    for seq_id in range(8):
+        engine.add(seq_id, 1, 1, "samples", prefix=(9,) * 3000)
+    num_before, number = len(engine.device.plans), 0
+    while engine.core.has_unfinished:
+        engine.add(1001 + number, 20, 1, prefix=prefix)
+        engine.step()
+        number += 1
+        if number > 100:
+            break
+    while engine.core.has_unfinished:
+        engine.step()
+    total = sum(int(plan.counts.sum()) for plan in engine.device.plans[num_before:])
+    assert total < 3001 + 8 * 64 + 21 * number
+
+
+@DEPTHS
+@pytest.mark.parametrize("num_series", [2, 6])
+def test_a_small_request_waits_for_no_series(depth: int, num_series: int) -> None:
+    """However many requests with long prompts run, it gets what it needs of the next step."""
+    engine = Engine(processor, depth)
+    for seq_id in range(4 * num_series):
+        engine.add(seq_id, 20_000, 1, f"series {seq_id % num_series}")
+    for _ in range(4 * num_series):
+        engine.step()
+    engine.add(1000, 50, 1)
+    num_steps = 0
+    while not engine.token_times[1000]:
+        engine.step()
+        num_steps += 1
+    assert num_steps <= 1 + depth
+
+
+@DEPTHS
 def test_requests_with_several_prompts_are_admitted_in_turns(depth: int) -> None:
     """Their own prompts keep their order, and a request with one prompt waits for one of each."""
     engine = Engine(processor, depth)
