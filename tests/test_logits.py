@@ -22,6 +22,7 @@ from nanovllm.devices.cpu.features import find_cpu_features
 from tests.checkpoints import FAMILIES, SIZES, VARIANTS, TinyCheckpoint, make_checkpoint
 from tests.devices import NEEDS_GPU
 from tests.forced_tokens import Ids, forced_logits
+from tests.models.transformers_families import make_config
 from tests.ops.delta_nets import exact_delta_rules
 
 WIDE = Qwen3Config(  # heads as large as those of real models
@@ -35,6 +36,7 @@ WIDE = Qwen3Config(  # heads as large as those of real models
     },
     head_dim=128,
 )
+CONFIGS = VARIANTS | FAMILIES | {"wide": WIDE}
 PROMPT_LENS = (1, 2, 15, 16, 17, 48, 70, 130)
 NUM_NEW = 12
 # Allowed ratio of our RMS error to transformers'; the largest error may have twice this ratio.
@@ -70,8 +72,10 @@ CASES = [
     ("qwen3-yarn", "bfloat16", "plain"),
     ("qwen3.5", "bfloat16", "plain"),
     ("qwen3.5", "float16", "chunked"),
+    ("gemma4_text", "bfloat16", "plain"),  # runs through transformers' model code
 ]
-FAST = (0, 4, *range(5, len(CASES), 4))  # includes every dtype of the first model
+# Includes every dtype of the first model.
+FAST = (0, 4, *range(5, len(CASES) - 1, 4), len(CASES) - 1)
 CUDA_CASES = [  # different kernels on CUDA, the same ones on a CPU
     ("wide", "bfloat16", "padded"),
     ("wide", "float16", "alone"),
@@ -85,7 +89,7 @@ CUDA_CASES = [  # different kernels on CUDA, the same ones on a CPU
 
 @cache
 def checkpoint(root: Path, name: str) -> TinyCheckpoint:
-    config = WIDE if name == "wide" else (VARIANTS | FAMILIES)[name]
+    config = make_config(name) if name == "gemma4_text" else CONFIGS[name]
     return make_checkpoint(root / f"logits-{name}", config, seed=3)
 
 
