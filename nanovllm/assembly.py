@@ -240,7 +240,7 @@ def require_feature(feature: str, asked: str, error: type[NanovllmError]) -> Non
 
 
 def _has_feature(name: str) -> bool:
-    return has_folder("nanovllm.features") and has_folder(f"nanovllm.features.{name}")
+    return has_folder(f"nanovllm.features.{name}")
 
 
 def create_executor(

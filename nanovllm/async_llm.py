@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.assembly import create_input_processor, engine_config
-from nanovllm.config import SERVING_TARGET_MS
+from nanovllm.config import serving_target
 from nanovllm.engine.conversations import ChatOptions, Messages, prompts_of, template_options
 from nanovllm.engine.output_processor import OutputProcessor, RequestState
 from nanovllm.engine.prompts import as_prompt
@@ -93,7 +93,7 @@ class AsyncLLM:
         self._in_process = in_process
         self._is_ready = self._restart_core = False
         self._closing = threading.Event()
-        options.setdefault("target_inter_token_ms", SERVING_TARGET_MS)
+        options.setdefault("target_inter_token_ms", serving_target())
         given = self._given = engine_config(model, options)
         if in_process and given.data_parallel_size > 1:
             raise ConfigError("in_process runs one engine; leave out data_parallel_size")

@@ -127,5 +127,8 @@ def as_python(value: Any) -> Any:
 
 def has_folder(name: str) -> bool:
     """Return whether a package exists; a folder with nothing but cached bytecode does not count."""
-    spec = find_spec(name)
+    try:
+        spec = find_spec(name)
+    except ModuleNotFoundError:  # the package that contains it is missing
+        return False
     return spec is not None and spec.origin is not None

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM, SamplingParams
-from tests.checkpoints import TinyCheckpoint
+from tests.checkpoints import TinyCheckpoint, make_checkpoint
+from tests.models.transformers_families import make_config
 
 PACKAGE = Path(__file__).parent.parent / "nanovllm"
 RINGS = [
@@ -146,8 +147,8 @@ ASKING: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
         "target_inter_token_ms needs nanovllm/features/latency, which is missing",
     ),
     "models.fallback": (
-        "qwen3",
-        {"model_impl": "transformers"},
+        "stablelm",  # only transformers has model code for it
+        {},
         {},
         "transformers' model code cannot run: nanovllm/models/fallback is missing",
     ),
@@ -160,10 +161,13 @@ def test_each_feature_has_a_folder() -> None:
 
 
 @pytest.mark.parametrize("folder", ASKING)
-def test_a_capability_can_be_deleted(tiny: Callable[[str], TinyCheckpoint], folder: str) -> None:
+def test_a_capability_can_be_deleted(
+    tiny: Callable[[str], TinyCheckpoint], tmp_path: Path, folder: str
+) -> None:
     """Without its folder, plain requests give the same tokens, and what needs it is refused."""
     checkpoint, prompts = tiny("qwen3"), [[5, 6, 7], list(range(3, 40))]
     name, options, asked, error = ASKING[folder]
+    needy = make_checkpoint(tmp_path, make_config(name)) if name == "stablelm" else tiny(name)
     common = {"device": "cpu", "dtype": "float32", "skip_tokenizer_init": True}
     script = f"""
 import sys
@@ -175,7 +179,7 @@ def generate(model, options, asked):
         return [each.token_ids for each in llm.generate({prompts}, params, use_tqdm=False)]
 print(generate({str(checkpoint.path)!r}, {{}}, {{}}))
 try:
-    generate({str(tiny(name).path)!r}, {options}, {asked})
+    generate({str(needy.path)!r}, {options}, {asked})
 except Exception as error:
     print(error)
 """
@@ -185,6 +189,22 @@ except Exception as error:
     tokens, refusal = result.stdout.splitlines()
     checkpoint.assert_greedy(prompts, json.loads(tokens))
     assert error in refusal
+
+
+def test_servers_run_without_the_latency_target(tiny: Callable[[str], TinyCheckpoint]) -> None:
+    """They set it by default, so without its folder they do without it."""
+    script = f"""
+import sys
+sys.modules["nanovllm.features.latency"] = None
+from nanovllm import AsyncLLM
+from nanovllm.cli import parse
+llm = AsyncLLM({str(tiny("qwen3").path)!r}, in_process=True, skip_tokenizer_init=True)
+llm.close()
+print(llm.config.target_inter_token_ms, parse(["serve"]).target_inter_token_ms)
+"""
+    command = [sys.executable, "-c", script]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.stdout == "None None\n", result.stderr
 
 
 def test_only_the_assembly_and_servers_import_features() -> None:

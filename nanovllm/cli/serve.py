@@ -24,7 +24,7 @@ from typing import Any
 from nanovllm.cli import options as shared
 from nanovllm.cli.options import Commands, add_command, add_options, engine_config, fields_in
 from nanovllm.cli.start import set_child_threads
-from nanovllm.config import SERVING_TARGET_MS, WHOLE_CONTEXT, EngineConfig
+from nanovllm.config import WHOLE_CONTEXT, EngineConfig, serving_target
 from nanovllm.errors import ConfigError
 from nanovllm.serve.server_options import ServerOptions, read_text, resolve
 
@@ -41,7 +41,7 @@ def add_parser(commands: Commands) -> None:
     about, usage = "serve a model over HTTP", "nanovllm serve [MODEL] [options]"
     parser = add_command(commands, "serve", about, usage, __doc__)
     shared.add_model_argument(parser)
-    add_model_options(parser, target_inter_token_ms=SERVING_TARGET_MS)
+    add_model_options(parser, target_inter_token_ms=serving_target())
     names = {field.name for field in fields(ServerOptions)}.difference(REQUEST_OPTIONS)
     add_options(parser, "server", ServerOptions, names)
     model = os.environ.get("NANOVLLM_MODEL") or "smollm2"

@@ -4,9 +4,9 @@ from nanovllm.config.engine_config import (
     DEFAULT_LEN,
     DTYPES,
     QUANTIZATION_METHODS,
-    SERVING_TARGET_MS,
     WHOLE_CONTEXT,
     EngineConfig,
+    serving_target,
 )
 from nanovllm.config.model_config import (
     ExpertsConfig,
@@ -21,7 +21,6 @@ __all__ = [
     "DEFAULT_LEN",
     "DTYPES",
     "QUANTIZATION_METHODS",
-    "SERVING_TARGET_MS",
     "WHOLE_CONTEXT",
     "EngineConfig",
     "ExpertsConfig",
@@ -30,4 +29,5 @@ __all__ = [
     "RecurrentConfig",
     "RopeConfig",
     "SpeculativeConfig",
+    "serving_target",
 ]

@@ -10,16 +10,27 @@ from typing import Any, Literal
 
 from nanovllm.config.speculative_config import SpeculativeConfig
 from nanovllm.errors import ConfigError
-from nanovllm.validation import check_choices, check_types, option, require, suggest_fields
+from nanovllm.validation import (
+    check_choices,
+    check_types,
+    has_folder,
+    option,
+    require,
+    suggest_fields,
+)
 
 WHOLE_CONTEXT = 2**31 - 1  # value of max_model_len for the model's own limit
 DEFAULT_LEN = 4096  # default max_model_len; the model's own limit if that is less
-SERVING_TARGET_MS = 25.0  # default target_inter_token_ms of AsyncLLM and of servers
 DTYPES = ("float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")  # the last two are synonyms
 DTYPE_NAMES = {"half": "float16", "float": "float32"}  # aliases in PyTorch and vLLM
 QUANTIZATION_METHODS = ("fp8", "compressed-tensors", "awq", "gptq")  # vLLM's names
 _COUNTS = ("max_num_batched_tokens", "max_num_seqs", "tensor_parallel_size", "data_parallel_size")
+
+
+def serving_target() -> float | None:
+    """Return the default target_inter_token_ms of AsyncLLM and of servers."""
+    return 25.0 if has_folder("nanovllm.features.latency") else None
 
 
 def tokens(text: str) -> int:

@@ -84,16 +84,18 @@ def as_conversations(messages: Messages) -> list[list[Message]]:
 def _as_conversation(conversation: Any, name: str) -> list[Message]:
     is_valid = isinstance(conversation, (list, tuple)) and conversation
     require(is_valid, name, "a list of at least one message", conversation)
-    return [_as_message(message, f"{name}[{i}]") for i, message in enumerate(conversation)]
+    return [as_message(message, f"{name}[{i}].content") for i, message in enumerate(conversation)]
 
 
-def _as_message(message: Any, name: str) -> Message:
+def as_message(message: Any, path: str) -> Message:
+    """Return a message whose content is a string; `path` is that of the content, for errors."""
+    name = path.removesuffix(".content")
     is_valid = isinstance(message, Mapping) and isinstance(message.get("role"), str)
     require(is_valid, name, "a dict with a role and content", message)
     content = message.get("content")
     if content is None and any(message.get(key) for key in _CALL_KEYS):
         content = ""
-    written = {**message, "content": text_of(content, f"{name}.content")}
+    written = {**message, "content": text_of(content, path)}
     if isinstance(message.get("tool_calls"), (list, tuple)):
         calls = f"{name}.tool_calls"
         written["tool_calls"] = [_as_call(call, calls) for call in message["tool_calls"]]

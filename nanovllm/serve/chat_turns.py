@@ -30,18 +30,17 @@ def left_out(part: Mapping[str, Any]) -> str:
 def with_text_only(turns: Sequence[Turn], path: Callable[[int], str]) -> list[Turn]:
     """Replace what is not text in the history; raise RequestError for it in the last user turn.
 
-    The history is every tool result, and everything before the last user turn except leading system
-    turns. An error about it would come back with every later request, and so end the conversation.
-    `path` returns the path of a turn's content in the request.
+    The history is everything but the last user turn and leading system turns. An error about it
+    would come back with every later request, and so end the conversation. `path` returns the path
+    of a turn's content in the request.
     """
     users = [i for i, turn in enumerate(turns) if turn["role"] == "user"]
-    first, last = (users[0], users[-1]) if users else (0, 0)
     written = []
     for i, turn in enumerate(turns):
         content, role = turn.get("content"), turn["role"]
         if isinstance(content, list):
-            is_leading = role in SYSTEM_ROLES and i < first
-            is_history = role == "tool" or (i < last and not is_leading)
+            is_leading = not users or (role in SYSTEM_ROLES and i < users[0])
+            is_history = role == "tool" or not (is_leading or i == users[-1])
             parts = [_text_part(part, is_history, path(i)) for part in content]
             turn = {**turn, "content": parts}
         if role == "assistant" and turn.get("tool_calls") and i + 1 < len(turns):
@@ -59,12 +58,17 @@ def _with_object(call: Any) -> Any:
 
 
 def _text_part(part: Any, is_history: bool, path: str) -> Any:
-    is_text = not isinstance(part, Mapping) or part.get("type", "text") == "text"
-    if is_text:  # checked later
-        return part
-    if not is_history:
+    text = as_text(part)
+    if text is not part and not is_history:
         kind = f"{part.get('type')!r:.80}"
         raise RequestError(f"{path} has a part of type {kind}, but {TEXT_ONLY}", param=path)
+    return text
+
+
+def as_text(part: Any) -> Any:
+    """Return a text part as it is, and the text that replaces any other part."""
+    if not isinstance(part, Mapping) or part.get("type", "text") == "text":
+        return part  # checked later
     return {"type": "text", "text": left_out(part)}
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from nanovllm.assembly import require_feature
 from nanovllm.engine.chat_template import choose_template
-from nanovllm.engine.conversations import as_conversations
+from nanovllm.engine.conversations import as_message
 from nanovllm.engine.detokenizer import num_held
 from nanovllm.errors import GrammarError, RequestError, errors_about
 from nanovllm.serve.chat_turns import merge_turns, with_text_only
@@ -148,7 +148,8 @@ def _render(
     source = choose_template(service.chat_template, has_tools=bool(tools))
     has_developer = "developer" in service.template_text
     messages = [_as_template_message(message, has_developer) for message in chat.messages]
-    (conversation,) = as_conversations(with_text_only(messages, chat.path))
+    turns = with_text_only(messages, chat.path)
+    conversation = [as_message(turn, chat.path(i)) for i, turn in enumerate(turns)]
     names = {"add_generation_prompt", "continue_final_message"}
     given = chat.model_dump(include=names, exclude_none=True) | variables
     given = {"tools": tools or None, **service.tokenizer.special_tokens_map, **given}
@@ -224,7 +225,9 @@ class ReplyKeeper:
         if update.finish_reason != "stop" or is_stop_string or len(self._token_ids) < 2:
             return
         stop_id = self._token_ids.pop()
-        if stop := self._service.added_tokens.get(stop_id):
+        # Readers do not see hidden tokens, so a reply must not bring them into later prompts.
+        is_visible = self._service.hidden_tokens.keys().isdisjoint(self._token_ids)
+        if is_visible and (stop := self._service.added_tokens.get(stop_id)):
             reply = KeptReply(read_events(self._events), self._token_ids, stop_id, stop)
             self._service.replays.keep(self._prompt, reply)
 

@@ -242,16 +242,49 @@ def test_only_messages_have_claudes_names(fake: Running) -> None:
 IMAGE = {"type": "image", "source": {"type": "base64", "data": "x"}}
 RESULT = {"type": "tool_result", "tool_use_id": "1", "content": [IMAGE]}
 ASK = {"role": "user", "content": "x"}
+USE = {"type": "tool_use", "id": "1", "name": "Read", "input": {}}
+REFUSAL = {"type": "refusal", "refusal": "No."}
+CALL = {"id": "1", "type": "function", "function": {"name": "Read", "arguments": "{}"}}
+OUTPUT = {"type": "function_call_output", "call_id": "1"}
 HISTORIES: list[tuple[str, str, list[Any]]] = [
     ("/v1/messages", "image", [{"role": "user", "content": [RESULT]}]),
     ("/v1/messages", "file", [{"role": "user", "content": [{"type": "document"}]}, ASK]),
     ("/v1/messages", "new", [{"role": "assistant", "content": [{"type": "new"}]}, ASK]),
+    # Within a tool loop, where the last user turn is the one that began it.
+    (
+        "/v1/messages",
+        "server_tool_use",
+        [
+            ASK,
+            {"role": "assistant", "content": [{"type": "server_tool_use"}, USE]},
+            {"role": "user", "content": [{**RESULT, "content": "x"}]},
+        ],
+    ),
+    (
+        "/v1/messages",
+        "file",  # a file that a tool has read comes beside its result
+        [
+            ASK,
+            {"role": "assistant", "content": [USE]},
+            {"role": "user", "content": [{**RESULT, "content": "x"}, {"type": "document"}]},
+        ],
+    ),
+    (
+        "/v1/chat/completions",
+        "refusal",
+        [
+            ASK,
+            {"role": "assistant", "content": [REFUSAL], "tool_calls": [CALL]},
+            {"role": "tool", "tool_call_id": "1", "content": "x"},
+        ],
+    ),
     ("/v1/chat/completions", "image", [ASK, {"role": "tool", "content": [PICTURE]}]),
     ("/v1/chat/completions", "audio", [{"role": "user", "content": [{"type": "audio"}]}, ASK]),
     ("/v1/responses", "image", [{"role": "user", "content": [{"type": "input_image"}]}, ASK]),
     ("/v1/responses", "item_reference", [{"type": "item_reference"}, ASK]),
     ("/v1/responses", "item_reference", [ASK, {"type": "item_reference"}]),  # within a tool loop
     ("/v1/responses", "file", [{"role": "assistant", "content": [{"type": "input_file"}]}, ASK]),
+    ("/v1/responses", "new", [{"type": "reasoning", "content": [{"type": "new"}]}, ASK]),
 ]
 
 
@@ -264,6 +297,34 @@ def test_pictures_in_the_history_become_text(
     response = fake.post(path, **{key: turns}, **limits)
     assert response.status_code == 200, response.text
     assert f"[{name} {TEXT_ONLY}]" in prompt_of(fake)
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        {**OUTPUT, "output": None},
+        {**OUTPUT, "output": {"exit_code": 0}},
+        {"role": "assistant", "content": None},
+    ],
+    ids=str,
+)
+def test_odd_items_do_not_end_the_conversation(fake: Running, item: dict[str, Any]) -> None:
+    respond(fake, input=[ASK, item, ASK])
+    assert ("exit_code" in prompt_of(fake)) == (item.get("output") is not None)
+
+
+@pytest.mark.parametrize(
+    ("body", "name"),
+    [
+        ({"system": "x", "messages": [{"role": "user", "content": [{"text": 5}]}]}, "messages[0]"),
+        ({"system": [{"type": "text", "text": 5}], "messages": [ASK]}, "system"),
+    ],
+    ids=["turn", "system"],
+)
+def test_errors_name_what_the_client_sent(fake: Running, body: dict[str, Any], name: str) -> None:
+    response = fake.post("/v1/messages", max_tokens=9, **body)
+    assert response.status_code == 400
+    assert response.json()["error"]["message"].startswith(f"{name}")
 
 
 @pytest.mark.parametrize("arguments", ['{"task": "x', "[1]", "null"])

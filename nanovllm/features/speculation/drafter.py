@@ -1,7 +1,8 @@
 """Drafter: choose the number of draft tokens for speculative decoding from measured throughput.
 
-Draft tokens never change the output: each position is sampled exactly as it would be without them,
-and the worker rejects the tokens after the first one that differs from its draft token.
+In float32, draft tokens never change the output: each position is sampled exactly as it would be
+without them, and the worker rejects the tokens after the first one that differs from its draft
+token.
 """
 
 from __future__ import annotations

@@ -338,12 +338,12 @@ def _message(item: dict[str, Any], path: str) -> dict[str, Any]:
     kind, call_id = item.get("type", "message"), item.get("call_id")
     match {"type": "message", **item}:
         case {"type": "message", "role": str(role)} if role in ROLES:
-            content = _content(item.get("content"), path, role == "assistant")
-            return {"role": role, "content": content}
+            if role == "assistant":
+                return {"role": role, "content": _content(item.get("content") or "", path)}
+            return {"role": role, "content": _parts(item.get("content"), path)}
         case {"type": "reasoning"}:
             parts = item.get("content") or item.get("summary") or []
-            text = text_of(parts, "input", REASONING_TYPES)
-            return {"role": "assistant", "reasoning": text}
+            return {"role": "assistant", "reasoning": _content(parts, path, REASONING_TYPES)}
         case {"type": "function_call", "name": str(), "arguments": str(arguments)}:
             return _call(item, arguments)
         case {"type": "custom_tool_call", "name": str(), "input": str(text)}:
@@ -357,7 +357,10 @@ def _message(item: dict[str, Any], path: str) -> dict[str, Any]:
             text = "\n".join(found) or "no tools were found"
             return {"role": role, "tool_call_id": call_id, "content": text}
         case {"type": "function_call_output" | "custom_tool_call_output"}:
-            content = _content(item.get("output"), path.replace("content", "output"))
+            output = item.get("output") or ""
+            if isinstance(output, dict):
+                output = json.dumps(output, ensure_ascii=False)
+            content = _parts(output, path.replace("content", "output"))
             return {"role": "tool", "tool_call_id": call_id, "content": content}
         case {"type": "message" | "function_call" | "custom_tool_call" | "tool_search_call"}:
             pass  # malformed
@@ -386,20 +389,25 @@ def _call(item: dict[str, Any], arguments: str) -> dict[str, Any]:
     return {"role": "assistant", "tool_calls": [call]}
 
 
-def _content(content: Any, path: str, is_assistant: bool = False) -> str | list[dict[str, Any]]:
+def _content(content: Any, path: str, types: Sequence[str] = TEXT_TYPES) -> str:
+    """Return an assistant item's content as text: such items in a row are joined."""
+    if isinstance(content, list):
+        content = [
+            part if _is_text(part, types) else {"type": types[0], "text": left_out(part)}
+            for part in content
+        ]
+    return text_of(content, path, types)
+
+
+def _parts(content: Any, path: str) -> str | list[dict[str, Any]]:
     """Return content as text if possible, else as parts of the chat API."""
-    if isinstance(content, list) and not all(map(_is_text, content)):
-        if not is_assistant:
-            return [_as_part(part, path) for part in content]
-        # Assistant items in a row are joined, so each has one text.
-        content = [part if _is_text(part) else {"text": left_out(part)} for part in content]
-    return text_of(content, path, TEXT_TYPES)
+    if not isinstance(content, list) or all(map(_is_text, content)):
+        return text_of(content, path, TEXT_TYPES)
+    return [
+        {"type": "text", "text": text_of([part], path, TEXT_TYPES)} if _is_text(part) else part
+        for part in content
+    ]
 
 
-def _is_text(part: Any) -> bool:
-    return not isinstance(part, dict) or part.get("type", "text") in TEXT_TYPES
-
-
-def _as_part(part: Any, path: str) -> dict[str, Any]:
-    is_text = _is_text(part)
-    return {"type": "text", "text": text_of([part], path, TEXT_TYPES)} if is_text else part
+def _is_text(part: Any, types: Sequence[str] = TEXT_TYPES) -> bool:
+    return not isinstance(part, dict) or part.get("type", "text") in types
