@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -49,10 +49,7 @@ class Step:
     block_updates: list[BlockUpdate] = field(default_factory=list)
     draft_updates: list[DraftUpdate] = field(default_factory=list)
     state_copies: list[StateCopy] = field(default_factory=list)
-    # request_ids that had their turn, as their rows end in a prompt: others are admitted first, and
-    # then only those that are not in `excluded`.
-    served: set[str] = field(default_factory=set)
-    excluded: set[str] = field(default_factory=set)
+    excluded: Container[str] = ()  # request_ids of which no further sequence is admitted
     dropped: list[Sequence] = field(default_factory=list)  # those whose results are discarded
     # Set if the step is sampled in a second call, when the tokens before it are known.
     get_bitmasks: GetBitmasks | None = None
@@ -268,7 +265,7 @@ class Scheduler:
 
     def _admit_waiting(self, step: Step) -> None:
         while step.budget and step.prompt_budget and self._free_slots:
-            seq = self.waiting.first(step.served) or self.waiting.first(step.excluded)
+            seq = self.waiting.first(step.excluded)
             if seq is None:
                 return
             misfit, num_needed = self._misfit
@@ -335,8 +332,6 @@ class Scheduler:
         if end >= num_tokens:
             num_logits, end = seq.num_logits + end - num_tokens, num_tokens
             seq.num_tokens += 1
-        else:
-            step.served.add(seq.request_id)
         if num_logits and start >= seq.num_prompt_tokens:
             step.num_decode_tokens += count
         else:

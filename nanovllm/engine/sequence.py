@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import TYPE_CHECKING
@@ -150,28 +150,13 @@ class WaitingQueue:
             requests.move_to_end(seq.request_id, last=False)
         self._num_waiting += 1
 
-    def heads(self, busy: Collection[str] = ()) -> Iterator[Sequence]:
-        """Yield the next sequence of each request that is not in `busy`, in the order of turns."""
+    def first(self, excluded: Container[str] = ()) -> Sequence | None:
+        """Return the next sequence of a request whose id is not in `excluded`."""
         for priority in self._priorities:
             for request_id, prompts in self._queues[priority].items():
-                if request_id not in busy:
-                    yield next(iter(prompts.values()))
-
-    def first(self, busy: Collection[str] = ()) -> Sequence | None:
-        return next(self.heads(busy), None)
-
-    @property
-    def has_series(self) -> bool:
-        """Whether several prompts of one request are waiting."""
-        return self._num_waiting > sum(map(len, self._queues.values()))
-
-    def has_several(self, seq: Sequence) -> bool:
-        """Whether several prompts wait of the request of `seq`, which is waiting itself."""
-        return len(self._queues[seq.priority][seq.request_id]) > 1
-
-    def has_more(self, seq: Sequence) -> bool:
-        """Whether other prompts of the same request are waiting."""
-        return seq.request_id in self._queues.get(seq.priority, ())
+                if request_id not in excluded:
+                    return next(iter(prompts.values()))
+        return None
 
     def remove(self, seq: Sequence) -> None:
         """Remove a sequence; the next turn is another request's."""
