@@ -142,9 +142,7 @@ class EngineCore:
         updated = self.scheduler.commit(step, result)
         if self._in_flight:
             self._send_bitmasks()
-        streaming = [
-            seq for seq in updated if seq.is_streaming and seq.request.params.max_tokens != 0
-        ]
+        streaming = [seq for seq in updated if seq.is_streaming]
         no_logprobs: list[TokenLogprobs | None] = [None]
         return EngineCoreOutputs(
             [seq.seq_id for seq in streaming for _ in range(seq.num_new)],
