@@ -138,10 +138,6 @@ class BlockManager:
         for prefix in list(self.cached.values()):
             self._uncache(prefix.block_id)
 
-    def cached_tokens(self) -> dict[int, bytes]:
-        """Return the tokens of every block in the prefix cache, keyed by block id."""
-        return {prefix.block_id: prefix.key.tokens for prefix in self.cached.values()}
-
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 

@@ -150,7 +150,7 @@ class EngineCore:
             [self._leave(seq) for seq in updated if seq.finish_reason is not None],
             [each for seq in streaming for each in seq.new_logprobs or no_logprobs * seq.num_new],
             step.plan.num_prefill_tokens,
-            step.num_decode_tokens - step.num_rejected,
+            step.num_decode_tokens - step.draft_counts.num_rejected_tokens,
         )
 
     def _drop(self, lost: Step) -> EngineCoreOutputs:

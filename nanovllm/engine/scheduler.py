@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.feature import Feature
 from nanovllm.engine.request import DraftCounts, FinishReason
+from nanovllm.engine.scoring import add_columns
 from nanovllm.engine.sequence import NO_SLOT, Sequence, WaitingQueue
 from nanovllm.engine.step import (
     Bitmasks,
@@ -57,8 +57,7 @@ class Step:
     result_time: float = 0.0
     device_seconds: float = 0.0  # duration on the device
     seconds: float = 0.0  # since the result of the previous step, idle time included
-    num_accepted: int = 0  # accepted draft tokens
-    num_rejected: int = 0
+    draft_counts: DraftCounts = field(default_factory=DraftCounts)
 
     def make_plan(self, released: list[int]) -> None:
         self.plan = StepPlan(
@@ -142,7 +141,10 @@ class Scheduler:
         Returns the sequences that finished, and all streaming ones with new tokens.
         """
         num_valid = step.num_logits if result.num_valid is None else result.num_valid.tolist()
-        updated = self._add_columns(step, result.columns) if result.columns else []
+        ended = add_columns(step, result.columns) if result.columns else []
+        for seq, reason in ended:
+            self.finish(seq, reason)
+        updated = [seq for seq, _ in ended]
         token_ids, end = result.tokens.tolist(), 0
         for seq, count, valid in zip(step.rows, step.num_logits, num_valid, strict=True):
             first, end = end, end + count
@@ -336,17 +338,6 @@ class Scheduler:
         if end >= seq.next_full_len:
             self.blocks.register(seq)
 
-    def _add_columns(self, step: Step, columns: Mapping[str, npt.NDArray[Any]]) -> list[Sequence]:
-        """Store logprobs and pooled vectors in their sequences; return those that they end."""
-        from nanovllm.engine.logprobs import add_logprobs
-        from nanovllm.engine.scoring import add_pooled
-
-        add_logprobs(step, columns)
-        ended = add_pooled(step, columns.get("pooled"))
-        for seq, reason in ended:
-            self.finish(seq, reason)
-        return [seq for seq, _ in ended]
-
     def _append_verified(
         self, step: Step, seq: Sequence, num_drafts: int, token_ids: list[int]
     ) -> None:
@@ -363,10 +354,8 @@ class Scheduler:
             num_kept += 1
             if seq.finish_reason is not None:
                 break
-        for counts in (self.draft_counts, seq.draft_counts):
+        for counts in (self.draft_counts, step.draft_counts, seq.draft_counts):
             counts.add(num_drafts, num_kept)
-        step.num_accepted += num_kept
-        step.num_rejected += num_drafts - num_kept
 
     def _append(self, seq: Sequence, token_id: int) -> None:
         """Append a sampled token, and end the sequence if the token completes it."""
