@@ -16,11 +16,10 @@ if TYPE_CHECKING:
 # chunk of 64 tokens takes twice as long per token as one of 1,024, since each chunk upcasts or
 # dequantizes all weights.
 MIN_PROMPT_TOKENS = {"cpu": 256, "cuda": 64}
-# With a request of several prompts, a step without decode rows is limited to this multiple of the
-# target, but at least MIN_QUEUED_TOKENS, which bounds the wait of other requests.
+# In a step without decode rows, the prompts of requests with several of them are limited to this
+# multiple of the target, but at least MIN_QUEUED_TOKENS, which bounds the wait of other requests.
 QUEUED_RATIO, MIN_QUEUED_TOKENS = 4.0, 128
-# While others have prompts to run, the prompts of requests with several of them share this part.
-SHARED_PART = 0.25
+SHARED_PART = 0.25  # part of their limit, with or without decode rows, while others have prompts
 FIRST_SECONDS_PER_TOKEN = 80e-6  # estimate before the first measurement
 MARGIN = 0.8  # fraction of the target to aim for, because equal steps vary in duration
 # After the first measurement, the ratio of measured to estimated time is limited by MAX_RATIO and
@@ -57,15 +56,17 @@ class PromptBudget(Feature):
                 prompts.append(seq)
             elif seq.num_tokens < seq.max_len:
                 num_decode_rows += 1
-        has_several = bool(self._several) and scheduler.allow_chunks
         if num_decode_rows:
             most = self.num_prompt_tokens(num_decode_rows)
             step.prompt_budget = min(step.prompt_budget, most)
-        elif has_several:
-            step.prompt_budget = min(step.prompt_budget, self.num_queued_tokens())
         self._step, self._room = step, step.prompt_budget
-        if has_several and self._must_share(scheduler, prompts):
-            self._room = math.ceil(SHARED_PART * step.prompt_budget)
+        if self._several and scheduler.allow_chunks:
+            if not num_decode_rows:
+                self._room = min(self._room, self.num_queued_tokens())
+            if self._must_share(scheduler, prompts):
+                self._room = math.ceil(SHARED_PART * self._room)
+            else:
+                step.prompt_budget = self._room
 
     def row_end(self, seq: Sequence, end: int, limit: int) -> int:
         if seq.request_id in self._several and seq.num_tokens - seq.num_computed > 1:
@@ -84,7 +85,7 @@ class PromptBudget(Feature):
         return max(self._min_prompt_tokens, _round_down(num_tokens) - num_decode_rows)
 
     def num_queued_tokens(self) -> int:
-        """Return how many prompt tokens may run without decode rows, but with several prompts."""
+        """Return how many tokens of requests with several prompts may run without decode rows."""
         num_tokens = int(QUEUED_RATIO * self._seconds / self._seconds_per_token)
         return max(MIN_QUEUED_TOKENS, _round_down(num_tokens))
 
