@@ -112,16 +112,18 @@ class PromptBudget(Feature):
             self._several.discard(seq.request_id)
 
     def _must_share(self, scheduler: Scheduler, prompts: list[Sequence]) -> bool:
-        """Return whether a request with one prompt is among the first, given the running prompts.
+        """Return whether a request with one prompt is among the most urgent ones with prompts.
 
-        Waiting ones count only while a slot is free.
+        `prompts` are running. Waiting requests count only while a slot is free.
         """
-        first = list(prompts)
+        candidates = list(prompts)
         if len(scheduler.running) < scheduler.max_num_seqs:
             waiting = scheduler.waiting
-            first += filter(None, (waiting.first(), waiting.first(self._several)))
-        priority = min((seq.priority for seq in first), default=0)
-        return any(seq.request_id not in self._several for seq in first if seq.priority == priority)
+            candidates += filter(None, (waiting.first(), waiting.first(self._several)))
+        urgent = min((seq.priority for seq in candidates), default=0)
+        return any(
+            seq.priority == urgent and seq.request_id not in self._several for seq in candidates
+        )
 
 
 def _round_down(num_tokens: int) -> int:
