@@ -57,7 +57,7 @@ class Step:
     result_time: float = 0.0
     device_seconds: float = 0.0  # duration on the device
     seconds: float = 0.0  # since the result of the previous step, idle time included
-    draft_counts: DraftCounts = field(default_factory=DraftCounts)
+    draft_counts: DraftCounts = field(default_factory=DraftCounts)  # set by `commit`
 
     def make_plan(self, released: list[int]) -> None:
         self.plan = StepPlan(

@@ -16,8 +16,10 @@ if TYPE_CHECKING:
 # chunk of 64 tokens takes twice as long per token as one of 1,024, since each chunk upcasts or
 # dequantizes all weights.
 MIN_PROMPT_TOKENS = {"cpu": 256, "cuda": 64}
-# In a step without decode rows, the prompts of requests with several of them are limited to this
-# multiple of the target, but at least MIN_QUEUED_TOKENS, which bounds the wait of other requests.
+# A request is large while it has several unfinished prompts, of more than SMALL tokens in all.
+SMALL = 256
+# In a step without decode rows, the prompts of large requests are limited to this multiple of the
+# target, but at least MIN_QUEUED_TOKENS, which bounds the wait of other requests.
 QUEUED_RATIO, MIN_QUEUED_TOKENS = 4.0, 128
 SHARED_PART = 0.25  # part of their limit, with or without decode rows, while others have prompts
 FIRST_SECONDS_PER_TOKEN = 80e-6  # estimate before the first measurement
@@ -28,7 +30,7 @@ MAX_RATIO, WEIGHT = 2.0, 0.25
 
 
 class PromptBudget(Feature):
-    """Limits the prompt tokens of a step, above all those of requests with several prompts.
+    """Limits the prompt tokens of a step, above all those of large requests.
 
     The seconds per token are estimated from measured steps, as a geometric moving average.
     """
@@ -38,16 +40,16 @@ class PromptBudget(Feature):
         self._seconds = MARGIN * target_seconds
         self._seconds_per_token = FIRST_SECONDS_PER_TOKEN
         self._is_measured = False
-        self._num_unfinished: dict[str, int] = {}  # number of sequences, keyed by request_id
-        self._several: set[str] = set()  # request_ids with several unfinished prompts
+        self._num_unfinished: dict[str, int] = {}  # number of prompt tokens, by request_id
+        self._large: set[str] = set()  # request_ids of large requests
         self._room = 0  # number of tokens that these may still add to the step being planned
 
     def joins(self, seq: Sequence) -> bool:
-        self._count(seq, 1)
+        self._count(seq, seq.num_prompt_tokens)
         return True
 
     def ended(self, seq: Sequence) -> None:
-        self._count(seq, -1)
+        self._count(seq, -seq.num_prompt_tokens)
 
     def begin_step(self, scheduler: Scheduler, step: Step) -> None:
         prompts, num_decode_rows = [], 0
@@ -60,7 +62,7 @@ class PromptBudget(Feature):
             most = self.num_prompt_tokens(num_decode_rows)
             step.prompt_budget = min(step.prompt_budget, most)
         self._step, self._room = step, step.prompt_budget
-        if self._several and scheduler.allow_chunks:
+        if self._large and scheduler.allow_chunks:
             if not num_decode_rows:
                 self._room = min(self._room, self.num_queued_tokens())
             if self._must_share(scheduler, prompts):
@@ -69,11 +71,11 @@ class PromptBudget(Feature):
                 step.prompt_budget = self._room
 
     def row_end(self, seq: Sequence, end: int, limit: int) -> int:
-        if seq.request_id in self._several and seq.num_tokens - seq.num_computed > 1:
+        if seq.request_id in self._large and seq.num_tokens - seq.num_computed > 1:
             end = min(end, seq.num_computed + self._room)
             self._room -= end - seq.num_computed
             if not self._room:
-                self._step.excluded = self._several
+                self._step.excluded = self._large
         return end
 
     def committed(self, step: Step, result: StepResult) -> None:
@@ -85,7 +87,7 @@ class PromptBudget(Feature):
         return max(self._min_prompt_tokens, _round_down(num_tokens) - num_decode_rows)
 
     def num_queued_tokens(self) -> int:
-        """Return how many tokens of requests with several prompts may run without decode rows."""
+        """Return how many prompt tokens of large requests may run without decode rows."""
         num_tokens = int(QUEUED_RATIO * self._seconds / self._seconds_per_token)
         return max(MIN_QUEUED_TOKENS, _round_down(num_tokens))
 
@@ -102,27 +104,27 @@ class PromptBudget(Feature):
         self._seconds_per_token *= ratio
         self._is_measured = True
 
-    def _count(self, seq: Sequence, change: int) -> None:
-        number = self._num_unfinished.pop(seq.request_id, 0) + change
-        if number:
-            self._num_unfinished[seq.request_id] = number
-        if number > seq.request.params.n:  # not only samples of one prompt
-            self._several.add(seq.request_id)
+    def _count(self, seq: Sequence, num_tokens: int) -> None:
+        total = self._num_unfinished.pop(seq.request_id, 0) + num_tokens
+        if total:
+            self._num_unfinished[seq.request_id] = total
+        if total > seq.request.params.n * max(seq.num_prompt_tokens, SMALL):
+            self._large.add(seq.request_id)  # more than the samples of one prompt
         else:
-            self._several.discard(seq.request_id)
+            self._large.discard(seq.request_id)
 
     def _must_share(self, scheduler: Scheduler, prompts: list[Sequence]) -> bool:
-        """Return whether a request with one prompt is among the most urgent ones with prompts.
+        """Return whether a request that is not large is among the most urgent ones with prompts.
 
         `prompts` are running. Waiting requests count only while a slot is free.
         """
         candidates = list(prompts)
         if len(scheduler.running) < scheduler.max_num_seqs:
             waiting = scheduler.waiting
-            candidates += filter(None, (waiting.first(), waiting.first(self._several)))
+            candidates += filter(None, (waiting.first(), waiting.first(self._large)))
         urgent = min((seq.priority for seq in candidates), default=0)
         return any(
-            seq.priority == urgent and seq.request_id not in self._several for seq in candidates
+            seq.priority == urgent and seq.request_id not in self._large for seq in candidates
         )
 
 

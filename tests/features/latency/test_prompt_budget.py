@@ -352,6 +352,20 @@ def test_a_small_request_waits_for_no_series(depth: int, num_series: int) -> Non
 
 
 @DEPTHS
+def test_a_few_short_prompts_wait_for_no_series(depth: int) -> None:
+    engine = Engine(processor, depth)
+    for seq_id in range(20):
+        engine.add(seq_id, 2000, 1, "many")
+    for _ in range(4):
+        engine.step()
+    for seq_id in range(100, 104):
+        engine.add(seq_id, 50, 1, "few")
+    for _ in range(1 + depth):
+        engine.step()
+    assert all(engine.token_times[seq_id] for seq_id in range(100, 104))
+
+
+@DEPTHS
 def test_a_series_does_not_starve(depth: int) -> None:
     """It gets a quarter of each step, although small requests could use it all."""
     engine, number = Engine(processor, depth), 100
