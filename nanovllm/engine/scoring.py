@@ -1,4 +1,4 @@
-"""Embeddings, and the logprobs of continuations: results computed from prompt tokens alone."""
+"""Embeddings and the logprobs of continuations; storing such columns of a step in sequences."""
 
 from __future__ import annotations
 
