@@ -23,11 +23,12 @@ class BlockKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prefix:
-    """A cached block's key and the prefix before the block (for a first block, the cache salt).
+    """A cached block, its key, and the prefix before it (for a first block, the cache salt).
 
     Compared by identity: a chain of Prefix objects is exact, whereas hashes could collide.
     """
 
+    block_id: int
     key: BlockKey
     parent: Prefix | str | None
 
@@ -41,9 +42,9 @@ class BlockManager:
         self.enable_caching = enable_caching
         self._ref_counts = [0] * num_blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
-        self._prefixes: list[Prefix | None] = [None] * num_blocks
-        self.cached: dict[int, int] = {}  # hash -> block id
-        self.is_cached = bytearray(num_blocks)  # 1 for each block in `cached`
+        self.cached: dict[int, Prefix] = {}  # keyed by hash
+        self._prefixes: list[Prefix | None] = [None] * num_blocks  # of the blocks in `cached`
+        self.is_cached = bytearray(num_blocks)  # 1 for each of these blocks
         # Called with each block that leaves the prefix cache.
         self.on_evict: Callable[[int], None] | None = None
 
@@ -69,11 +70,10 @@ class BlockManager:
         parent: Prefix | str | None = seq.request.cache_salt
         num_full = (len(seq.token_ids) - 1) // self.block_size
         for key in self._keys(seq, num_full)[:num_full]:
-            block_id = self._find(key, parent)
-            if block_id is None:
+            parent = self._find(key, parent)
+            if parent is None:
                 break
-            hits.append(block_id)
-            parent = self._prefixes[block_id]
+            hits.append(parent.block_id)
         return hits
 
     def admit(self, seq: Sequence, hits: list[int]) -> int | None:
@@ -131,17 +131,12 @@ class BlockManager:
             return None
         prefix = seq.prefix
         assert isinstance(prefix, Prefix)
-        block_id = self.cached.get(prefix.key.hash)
-        return block_id if block_id is not None and self._prefixes[block_id] is prefix else None
+        return prefix.block_id if self._prefixes[prefix.block_id] is prefix else None
 
     def reset_prefix_cache(self) -> None:
         """Remove every block from the prefix cache; sequences keep the blocks they hold."""
-        for block_id in list(self.cached.values()):
-            self._uncache(block_id)
-
-    def cached_tokens(self) -> dict[int, bytes]:
-        """Return the tokens of every block in the prefix cache, keyed by block id."""
-        return {i: prefix.key.tokens for i, prefix in enumerate(self._prefixes) if prefix}
+        for prefix in list(self.cached.values()):
+            self._uncache(prefix.block_id)
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -156,10 +151,12 @@ class BlockManager:
                 ref_counts[block_id] += 1
         assert ref_counts == self._ref_counts, "reference counts drifted"
         assert set(self._free) == {i for i, count in enumerate(ref_counts) if count == 0}
-        cached = {p.key.hash: i for i, p in enumerate(self._prefixes) if p is not None}
-        assert cached == self.cached, "the hash table and the blocks disagree"
-        cached_ids = {i for i, is_cached in enumerate(self.is_cached) if is_cached}
-        assert cached_ids == set(cached.values()), "the flags and the blocks disagree"
+        prefixes: list[Prefix | None] = [None] * self.num_blocks
+        for key_hash, prefix in self.cached.items():
+            assert key_hash == prefix.key.hash
+            prefixes[prefix.block_id] = prefix
+        assert prefixes == self._prefixes, "the hash table and the blocks disagree"
+        assert list(self.is_cached) == [prefix is not None for prefix in prefixes]
 
     def _take(self) -> int:
         block_id, _ = self._free.popitem(last=False)
@@ -167,27 +164,21 @@ class BlockManager:
         self._ref_counts[block_id] = 1
         return block_id
 
-    def _find(self, key: BlockKey, parent: Prefix | str | None) -> int | None:
-        block_id = self.cached.get(key.hash)
-        if block_id is None:
+    def _find(self, key: BlockKey, parent: Prefix | str | None) -> Prefix | None:
+        prefix = self.cached.get(key.hash)
+        if prefix is None or prefix.key.tokens != key.tokens or prefix.parent != parent:
             return None
-        prefix = self._prefixes[block_id]
-        assert prefix is not None
-        return block_id if prefix.key.tokens == key.tokens and prefix.parent == parent else None
+        return prefix
 
     def _insert(self, block_id: int, key: BlockKey, parent: Prefix | str | None) -> Prefix:
         """Cache a block, unless its prefix is cached already; return the next block's parent."""
         known = self._find(key, parent)
         if known is not None:
-            prefix = self._prefixes[known]
-            assert prefix is not None
-            return prefix
+            return known
         if key.hash in self.cached:
             # Replace the block with the same hash: the hashes collide, or its parent was evicted.
-            self._uncache(self.cached[key.hash])
-        prefix = Prefix(key, parent)
-        self._prefixes[block_id] = prefix
-        self.cached[key.hash] = block_id
+            self._uncache(self.cached[key.hash].block_id)
+        prefix = self.cached[key.hash] = self._prefixes[block_id] = Prefix(block_id, key, parent)
         self.is_cached[block_id] = 1
         return prefix
 

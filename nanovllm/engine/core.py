@@ -142,9 +142,7 @@ class EngineCore:
         updated = self.scheduler.commit(step, result)
         if self._in_flight:
             self._send_bitmasks()
-        streaming = [
-            seq for seq in updated if seq.is_streaming and seq.request.params.max_tokens != 0
-        ]
+        streaming = [seq for seq in updated if seq.is_streaming]
         no_logprobs: list[TokenLogprobs | None] = [None]
         return EngineCoreOutputs(
             [seq.seq_id for seq in streaming for _ in range(seq.num_new)],
@@ -152,7 +150,7 @@ class EngineCore:
             [self._leave(seq) for seq in updated if seq.finish_reason is not None],
             [each for seq in streaming for each in seq.new_logprobs or no_logprobs * seq.num_new],
             step.plan.num_prefill_tokens,
-            step.num_decode_tokens - step.num_rejected,
+            step.num_decode_tokens - step.draft_counts.num_rejected_tokens,
         )
 
     def _drop(self, lost: Step) -> EngineCoreOutputs:

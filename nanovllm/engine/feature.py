@@ -42,7 +42,11 @@ class Feature:
     # Called only for the sequences for which `joins` has returned True.
 
     def joins(self, seq: Sequence) -> bool:
-        """Return whether to take part in scheduling a sequence that is being added."""
+        """Return whether to take part in scheduling a sequence that is being added.
+
+        Grammars join sequences with a grammar, speculation those that may get draft tokens, and
+        states and the latency target all.
+        """
         return False
 
     def is_ready(self, seq: Sequence) -> bool:
@@ -66,15 +70,19 @@ class Feature:
 
         States end a row where a snapshot is due, and the latency target shortens rows of prompts.
         `seq.num_computed` leaves a running sequence out of the step: speculation lets it wait for
-        its pending token. If `end` is `seq.num_tokens`, speculation adds draft tokens in
-        `seq.drafts`, up to the position `limit`; no feature lowers an `end` after `seq.num_tokens`.
+        its pending token, and the latency target for a later step. If `end` is `seq.num_tokens`,
+        speculation adds draft tokens in `seq.drafts`, up to the position `limit`; no feature lowers
+        an `end` after `seq.num_tokens`.
         """
         return end
 
     def ended(self, seq: Sequence) -> None:
-        """Discard what is kept for a sequence that has ended, as most features must."""
+        """Discard what is kept for a sequence that has ended.
+
+        States, grammars, speculation and the latency target keep something.
+        """
 
     # Called by tests.
 
     def check(self, scheduler: Scheduler) -> None:
-        """Verify the feature's invariants."""
+        """Verify the feature's invariants, as states do."""

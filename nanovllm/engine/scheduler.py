@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.feature import Feature
 from nanovllm.engine.request import DraftCounts, FinishReason
+from nanovllm.engine.scoring import add_columns
 from nanovllm.engine.sequence import NO_SLOT, Sequence, WaitingQueue
 from nanovllm.engine.step import (
     Bitmasks,
@@ -29,8 +29,6 @@ from nanovllm.sampling_params import NO_TOKEN
 
 if TYPE_CHECKING:
     from nanovllm.engine.grammar import Allocate
-
-    GetBitmasks = Callable[["Scheduler", "Step", Allocate], Bitmasks]
 
 
 @dataclass(slots=True, eq=False)
@@ -49,21 +47,17 @@ class Step:
     block_updates: list[BlockUpdate] = field(default_factory=list)
     draft_updates: list[DraftUpdate] = field(default_factory=list)
     state_copies: list[StateCopy] = field(default_factory=list)
-    # request_ids that had their turn, as their rows end in a prompt: others are admitted first, and
-    # then only those that are not in `excluded`.
-    served: set[str] = field(default_factory=set)
-    excluded: set[str] = field(default_factory=set)
+    excluded: Container[str] = ()  # request_ids of which no further sequence is admitted
     dropped: list[Sequence] = field(default_factory=list)  # those whose results are discarded
     # Set if the step is sampled in a second call, when the tokens before it are known.
-    get_bitmasks: GetBitmasks | None = None
+    get_bitmasks: Callable[[Scheduler, Step, Allocate], Bitmasks] | None = None
     plan: StepPlan = field(init=False)
     pending: Pending[StepResult] = field(init=False)  # set when the step is submitted
     submit_time: float = 0.0
     result_time: float = 0.0
     device_seconds: float = 0.0  # duration on the device
     seconds: float = 0.0  # since the result of the previous step, idle time included
-    num_accepted: int = 0  # accepted draft tokens
-    num_rejected: int = 0
+    draft_counts: DraftCounts = field(default_factory=DraftCounts)  # set by `commit`
 
     def make_plan(self, released: list[int]) -> None:
         self.plan = StepPlan(
@@ -111,8 +105,9 @@ class Scheduler:
         self.running: dict[int, Sequence] = {}
         self._free_slots = list(reversed(range(max_num_seqs)))
         self._released: list[int] = []  # slots freed since the last plan
-        # The last sequence that did not fit, and the number of free blocks that it needed.
-        self._misfit: tuple[Sequence | None, int] = None, 0
+        # The last sequence that did not fit, until another is admitted.
+        self._misfit: Sequence | None = None
+        self._num_needed = 0  # number of free blocks without which it is not tried again
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence, or postpone it if a feature is not ready."""
@@ -146,7 +141,10 @@ class Scheduler:
         Returns the sequences that finished, and all streaming ones with new tokens.
         """
         num_valid = step.num_logits if result.num_valid is None else result.num_valid.tolist()
-        updated = self._add_columns(step, result.columns) if result.columns else []
+        ended = add_columns(step, result.columns) if result.columns else []
+        for seq, reason in ended:
+            self.finish(seq, reason)
+        updated = [seq for seq, _ in ended]
         token_ids, end = result.tokens.tolist(), 0
         for seq, count, valid in zip(step.rows, step.num_logits, num_valid, strict=True):
             first, end = end, end + count
@@ -197,9 +195,12 @@ class Scheduler:
                 seq.num_tokens, seq.drafts = len(seq.token_ids), []
 
     def finish(self, seq: Sequence, reason: FinishReason) -> None:
-        """End a sequence early (abort, stop string); do nothing if it has already ended."""
+        """End a sequence; do nothing if it has already ended."""
         if seq.finish_reason is None:
-            self._end(seq, reason)
+            seq.finish_reason = reason
+            for feature in seq.features:
+                feature.ended(seq)
+            self._remove(seq)
 
     def check(self) -> None:
         """Verify the invariants of the scheduler and its block manager from scratch."""
@@ -213,10 +214,6 @@ class Scheduler:
             assert seq.finish_reason is None
         for feature in self.features:
             feature.check(self)
-
-    @property
-    def _last_running(self) -> Sequence:
-        return self.running[next(reversed(self.running))]
 
     def _schedule_running(self, step: Step) -> None:
         # Each row takes at least one token, so at most `budget` rows can be scheduled.
@@ -249,7 +246,7 @@ class Scheduler:
         """
         first_index = len(seq.block_ids)
         while (block_ids := self.blocks.allocate(seq, num_tokens)) is None:
-            victim = self._last_running
+            victim = next(reversed(self.running.values()))
             self._preempt(victim)
             if victim is seq:
                 return False
@@ -268,47 +265,44 @@ class Scheduler:
 
     def _admit_waiting(self, step: Step) -> None:
         while step.budget and step.prompt_budget and self._free_slots:
-            seq = self.waiting.first(step.served) or self.waiting.first(step.excluded)
-            if seq is None:
+            seq = self.waiting.first(step.excluded)
+            if seq is None or seq.num_pending:  # preempted, and its last token is not known yet
                 return
-            misfit, num_needed = self._misfit
-            if seq is misfit and self.blocks.num_free < num_needed:
+            if seq is self._misfit and self.blocks.num_free < self._num_needed:
                 return
             if not self.allow_chunks and len(seq.token_ids) > step.budget:
-                return
-            if seq.num_pending:  # preempted, and its last token is not known to the host yet
                 return
             hits = self.blocks.match(seq)
             for feature in seq.features:
                 hits = feature.usable_hits(seq, hits)
-            if (num_needed := self.blocks.admit(seq, hits) or 0) > 0:
-                self._misfit = seq, num_needed
+            num_needed = self.blocks.admit(seq, hits)
+            if num_needed is not None:
+                self._misfit, self._num_needed = seq, num_needed
                 return
-            self._misfit = None, 0
+            self._misfit = None
             self.waiting.remove(seq)
             self._enter_running(seq, step)
 
     def _enter_running(self, seq: Sequence, step: Step) -> None:
         seq.slot = self._free_slots.pop()
         seq.start_time = seq.start_time or time.perf_counter()
-        is_last = not self.running or seq.priority >= self._last_running.priority
-        self.running[seq.seq_id] = seq
-        if not is_last:
-            self.running = dict(sorted(self.running.items(), key=lambda item: item[1].priority))
         if len(seq.token_ids) == seq.num_prompt_tokens:
             seq.num_cached = seq.num_computed
             self.num_cache_queries += seq.num_prompt_tokens
             self.num_cache_hits += seq.num_cached
-        token_ids = np.array(seq.token_ids, np.int32)
+        last = next(reversed(self.running.values()), seq)
+        self.running[seq.seq_id] = seq
+        if seq.priority < last.priority:
+            self.running = dict(sorted(self.running.items(), key=lambda item: item[1].priority))
         step.new_rows.append(
             NewRow(
                 seq.slot,
-                token_ids,
+                np.array(seq.token_ids, np.int32),
                 list(seq.block_ids),
                 seq.num_prompt_tokens,
                 seq.request.params,
                 seq.request.seed,
-                seq.stop_token_ids,
+                seq.request.stop_token_ids,
                 seq.request.bad_words,
                 seq.request.pooling,
             )
@@ -335,8 +329,6 @@ class Scheduler:
         if end >= num_tokens:
             num_logits, end = seq.num_logits + end - num_tokens, num_tokens
             seq.num_tokens += 1
-        else:
-            step.served.add(seq.request_id)
         if num_logits and start >= seq.num_prompt_tokens:
             step.num_decode_tokens += count
         else:
@@ -345,17 +337,6 @@ class Scheduler:
         seq.num_computed = end
         if end >= seq.next_full_len:
             self.blocks.register(seq)
-
-    def _add_columns(self, step: Step, columns: Mapping[str, npt.NDArray[Any]]) -> list[Sequence]:
-        """Store logprobs and pooled vectors in their sequences; return those that they end."""
-        from nanovllm.engine.logprobs import add_logprobs
-        from nanovllm.engine.scoring import add_pooled
-
-        add_logprobs(step, columns)
-        ended = add_pooled(step, columns.get("pooled"))
-        for seq, reason in ended:
-            self._end(seq, reason)
-        return [seq for seq, _ in ended]
 
     def _append_verified(
         self, step: Step, seq: Sequence, num_drafts: int, token_ids: list[int]
@@ -373,15 +354,13 @@ class Scheduler:
             num_kept += 1
             if seq.finish_reason is not None:
                 break
-        for counts in (self.draft_counts, seq.draft_counts):
+        for counts in (self.draft_counts, step.draft_counts, seq.draft_counts):
             counts.add(num_drafts, num_kept)
-        step.num_accepted += num_kept
-        step.num_rejected += num_drafts - num_kept
 
     def _append(self, seq: Sequence, token_id: int) -> None:
         """Append a sampled token, and end the sequence if the token completes it."""
         if token_id == NO_TOKEN:
-            self._end(seq, "error")
+            self.finish(seq, "error")
             return
         seq.token_ids.append(token_id)
         num_tokens = len(seq.token_ids)
@@ -390,15 +369,9 @@ class Scheduler:
         if seq.num_computed >= seq.next_full_len:
             self.blocks.register(seq)
         if seq.stops(token_id):
-            self._end(seq, "stop")
+            self.finish(seq, "stop")
         elif num_tokens >= seq.max_len:
-            self._end(seq, "length")
-
-    def _end(self, seq: Sequence, reason: FinishReason) -> None:
-        seq.finish_reason = reason
-        for feature in seq.features:
-            feature.ended(seq)
-        self._remove(seq)
+            self.finish(seq, "length")
 
     def _remove(self, seq: Sequence) -> None:
         if seq.seq_id in self.postponed:

@@ -1,4 +1,4 @@
-"""Embeddings, and the logprobs of continuations: results computed from prompt tokens alone."""
+"""Embeddings and the logprobs of continuations; storing such columns of a step in sequences."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.validation import require
 
 if TYPE_CHECKING:
+    from nanovllm.engine.logprobs import Columns
     from nanovllm.engine.scheduler import Step
 
 SCORED = SamplingParams(max_tokens=0, prompt_logprobs=0)
@@ -42,13 +43,18 @@ def check_pooling(pooling: Pooling, vocab_size: int) -> None:
     require(is_valid, "pooling", '"last" or "mean"', pooling)
 
 
-def add_pooled(step: Step, pooled: Vector | None) -> list[tuple[Sequence, FinishReason]]:
-    """Store the pooled vectors of the prompts that a step completes.
+def add_columns(step: Step, columns: Columns) -> list[tuple[Sequence, FinishReason]]:
+    """Store the logprobs and pooled vectors of a step in their sequences.
 
-    Returns their sequences, except those that have already ended, each with its finish reason.
+    Returns the sequences that a pooled vector completes, each with its finish reason.
     """
-    if pooled is None:
-        return []
+    from nanovllm.engine.logprobs import add_logprobs
+
+    add_logprobs(step, columns)
+    return _add_pooled(step, columns["pooled"]) if "pooled" in columns else []
+
+
+def _add_pooled(step: Step, pooled: Vector) -> list[tuple[Sequence, FinishReason]]:
     complete = [
         seq
         for seq, start, count in zip(step.rows, step.starts, step.counts, strict=True)

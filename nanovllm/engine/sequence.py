@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import TYPE_CHECKING
@@ -33,7 +32,6 @@ class Sequence:
 
     request: Request
     seq_id: int = field(init=False)
-    stop_token_ids: frozenset[int] = field(init=False)
     stops: Callable[[int], bool] = field(init=False)  # whether an output token ends the sequence
     features: tuple[Feature, ...] = ()  # those that take part in scheduling it
     is_streaming: bool = field(init=False)
@@ -71,10 +69,10 @@ class Sequence:
 
     def __post_init__(self) -> None:
         request = self.request
-        self.seq_id, self.is_streaming = request.seq_id, request.is_streaming
-        self.request_id = request.request_id or str(request.seq_id)
-        self.stop_token_ids, self.priority = request.stop_token_ids, request.params.priority
-        self.stops = self.stop_token_ids.__contains__
+        self.seq_id, self.request_id = request.seq_id, request.request_id or str(request.seq_id)
+        # With max_tokens=0, one token is sampled anyway, but not returned.
+        self.is_streaming = request.is_streaming and request.params.max_tokens != 0
+        self.priority, self.stops = request.params.priority, request.stop_token_ids.__contains__
         self.token_ids = array("i", request.token_ids)
         self.num_prompt_tokens = self.num_tokens = len(self.token_ids)
         num_new = request.params.max_new_tokens if request.pooling is None else 1
@@ -97,7 +95,7 @@ class Sequence:
 
     @property
     def output_token_ids(self) -> list[int]:
-        """Generated token ids; empty if `max_tokens == 0`, where one token is sampled anyway."""
+        """Generated token ids; empty if `max_tokens == 0`."""
         ids = self.token_ids[self.num_prompt_tokens :].tolist()
         return ids if self.request.params.max_tokens != 0 else []
 
@@ -122,18 +120,17 @@ class WaitingQueue:
     """
 
     def __init__(self) -> None:
-        # Keyed by priority, then by request_id in the order of turns, then by seq_id; none is
+        # Sorted by priority, then by request_id in the order of turns, then by seq_id; none is
         # empty.
         self._queues: dict[int, OrderedDict[str, OrderedDict[int, Sequence]]] = {}
-        self._priorities: list[int] = []  # sorted keys of `_queues`
         self._num_waiting = 0
 
     def __len__(self) -> int:
         return self._num_waiting
 
     def __iter__(self) -> Iterator[Sequence]:
-        for priority in self._priorities:
-            turns = [iter(each.values()) for each in self._queues[priority].values()]
+        for requests in self._queues.values():
+            turns = [iter(prompts.values()) for prompts in requests.values()]
             for round_ in zip_longest(*turns):
                 yield from (seq for seq in round_ if seq is not None)
 
@@ -141,7 +138,7 @@ class WaitingQueue:
         """Add a sequence after the others of its request, or with `is_first` before all others."""
         if seq.priority not in self._queues:
             self._queues[seq.priority] = OrderedDict()
-            insort(self._priorities, seq.priority)
+            self._queues = dict(sorted(self._queues.items()))
         requests = self._queues[seq.priority]
         prompts = requests.setdefault(seq.request_id, OrderedDict())
         prompts[seq.seq_id] = seq
@@ -150,38 +147,21 @@ class WaitingQueue:
             requests.move_to_end(seq.request_id, last=False)
         self._num_waiting += 1
 
-    def heads(self, busy: Collection[str] = ()) -> Iterator[Sequence]:
-        """Yield the next sequence of each request that is not in `busy`, in the order of turns."""
-        for priority in self._priorities:
-            for request_id, prompts in self._queues[priority].items():
-                if request_id not in busy:
-                    yield next(iter(prompts.values()))
-
-    def first(self, busy: Collection[str] = ()) -> Sequence | None:
-        return next(self.heads(busy), None)
-
-    @property
-    def has_series(self) -> bool:
-        """Whether several prompts of one request are waiting."""
-        return self._num_waiting > sum(map(len, self._queues.values()))
-
-    def has_several(self, seq: Sequence) -> bool:
-        """Whether several prompts wait of the request of `seq`, which is waiting itself."""
-        return len(self._queues[seq.priority][seq.request_id]) > 1
-
-    def has_more(self, seq: Sequence) -> bool:
-        """Whether other prompts of the same request are waiting."""
-        return seq.request_id in self._queues.get(seq.priority, ())
+    def first(self, excluded: Container[str] = ()) -> Sequence | None:
+        """Return the next sequence of a request whose id is not in `excluded`."""
+        for requests in self._queues.values():
+            for request_id, prompts in requests.items():
+                if request_id not in excluded:
+                    return next(iter(prompts.values()))
+        return None
 
     def remove(self, seq: Sequence) -> None:
         """Remove a sequence; the next turn is another request's."""
         requests = self._queues[seq.priority]
-        prompts = requests[seq.request_id]
+        prompts = requests.pop(seq.request_id)
         del prompts[seq.seq_id]
-        requests.move_to_end(seq.request_id)
-        if not prompts:
-            del requests[seq.request_id]
+        if prompts:
+            requests[seq.request_id] = prompts
         if not requests:
             del self._queues[seq.priority]
-            del self._priorities[bisect_left(self._priorities, seq.priority)]
         self._num_waiting -= 1

@@ -72,9 +72,9 @@ class StepLog:
                 step.result_time - step.device_seconds,
                 step.device_seconds,
                 step.plan.num_prefill_tokens,
-                step.num_decode_tokens - step.num_rejected,
+                step.num_decode_tokens - step.draft_counts.num_rejected_tokens,
                 len(step.rows),
-                step.num_accepted,
+                step.draft_counts.num_accepted_tokens,
             )
         )
 

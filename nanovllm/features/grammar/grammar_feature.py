@@ -28,7 +28,7 @@ class GrammarFeature(Feature):
         self._postponed: dict[int, Sequence] = {}  # those whose matchers are not ready
 
     def joins(self, seq: Sequence) -> bool:
-        grammar, stops = seq.request.grammar, seq.stop_token_ids
+        grammar, stops = seq.request.grammar, seq.request.stop_token_ids
         if grammar is None:
             return False
         matcher = self._matchers[seq.seq_id] = self._get_engine().matcher(grammar, stops)

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from itertools import islice
+import math
 from typing import TYPE_CHECKING
 
 from nanovllm.engine.feature import Feature
 
 if TYPE_CHECKING:
     from nanovllm.engine.scheduler import Scheduler, Step
-    from nanovllm.engine.sequence import Sequence, WaitingQueue
+    from nanovllm.engine.sequence import Sequence
     from nanovllm.engine.step import StepResult
 
 # Prompt tokens allowed in every step, by device, so that prompts always make progress. On a CPU, a
 # chunk of 64 tokens takes twice as long per token as one of 1,024, since each chunk upcasts or
 # dequantizes all weights.
 MIN_PROMPT_TOKENS = {"cpu": 256, "cuda": 64}
-# While several prompts of one request wait, a step without decode rows is limited to this multiple
-# of the target, but at least MIN_QUEUED_TOKENS, which bounds the wait of other requests.
+# A request is large while it has several unfinished prompts, of more than SMALL tokens in all.
+SMALL = 256
+# In a step without decode rows, the prompts of large requests are limited to this multiple of the
+# target, but at least MIN_QUEUED_TOKENS, which bounds the wait of other requests.
 QUEUED_RATIO, MIN_QUEUED_TOKENS = 4.0, 128
-MAX_HEADS = 16  # number of waiting requests whose first prompts are considered
+SHARED_PART = 0.25  # part of their limit, with or without decode rows, while others have prompts
 FIRST_SECONDS_PER_TOKEN = 80e-6  # estimate before the first measurement
 MARGIN = 0.8  # fraction of the target to aim for, because equal steps vary in duration
 # After the first measurement, the ratio of measured to estimated time is limited by MAX_RATIO and
@@ -28,7 +30,7 @@ MAX_RATIO, WEIGHT = 2.0, 0.25
 
 
 class PromptBudget(Feature):
-    """Limits the prompt tokens of a step; requests with many prompts take turns with the others.
+    """Limits the prompt tokens of a step, above all those of large requests.
 
     The seconds per token are estimated from measured steps, as a geometric moving average.
     """
@@ -38,15 +40,16 @@ class PromptBudget(Feature):
         self._seconds = MARGIN * target_seconds
         self._seconds_per_token = FIRST_SECONDS_PER_TOKEN
         self._is_measured = False
-        # seq_ids of prompts that share what others leave of the step being planned: `_room` tokens.
-        self._yielding: set[int] = set()
-        self._room = 0
-        # request_ids of which a prompt that is admitted in this step takes at most `_share` tokens.
-        self._sharing: set[str] = set()
-        self._share = 0
+        self._num_unfinished: dict[str, int] = {}  # number of prompt tokens, by request_id
+        self._large: set[str] = set()  # request_ids of large requests
+        self._room = 0  # number of tokens that these may still add to the step being planned
 
     def joins(self, seq: Sequence) -> bool:
+        self._count(seq, seq.num_prompt_tokens)
         return True
+
+    def ended(self, seq: Sequence) -> None:
+        self._count(seq, -seq.num_prompt_tokens)
 
     def begin_step(self, scheduler: Scheduler, step: Step) -> None:
         prompts, num_decode_rows = [], 0
@@ -55,58 +58,24 @@ class PromptBudget(Feature):
                 prompts.append(seq)
             elif seq.num_tokens < seq.max_len:
                 num_decode_rows += 1
-        series = [seq for seq in prompts if scheduler.waiting.has_more(seq)]
         if num_decode_rows:
             most = self.num_prompt_tokens(num_decode_rows)
             step.prompt_budget = min(step.prompt_budget, most)
-        elif scheduler.allow_chunks and (series or scheduler.waiting.has_series):
-            step.prompt_budget = min(step.prompt_budget, self.num_queued_tokens())
-        self._yielding, self._sharing = set(), set()
-        if series and scheduler.allow_chunks:
-            self._yield(scheduler, step, prompts, series)
-        elif scheduler.waiting.has_series and scheduler.allow_chunks:
-            self._halve(scheduler.waiting, step)
-
-    def _halve(self, waiting: WaitingQueue, step: Step) -> None:
-        """Let a request with many prompts begin with half of the step, if others wait, too."""
-        heads = list(islice(waiting.heads(), MAX_HEADS))
-        if len(heads) > 1:
-            self._sharing = {seq.request_id for seq in heads if waiting.has_several(seq)}
-            self._share = -(-min(step.budget, step.prompt_budget) // 2)
-            step.excluded |= self._sharing
-
-    def _yield(
-        self, scheduler: Scheduler, step: Step, prompts: list[Sequence], series: list[Sequence]
-    ) -> None:
-        """Leave to other requests what they need of the step.
-
-        Running prompts come first. Waiting ones get at most three quarters of the rest.
-        """
-        request_ids = {seq.request_id for seq in series}
-        least = min(seq.priority for seq in series)
-        running = [seq for seq in prompts if seq.request_id not in request_ids]
-        num_free = scheduler.max_num_seqs - len(scheduler.running)
-        heads = islice(scheduler.waiting.heads(request_ids), min(num_free, MAX_HEADS))
-        waiting = [seq for seq in heads if seq.priority <= least]
-        if not running and not waiting:
-            return
-        room = min(step.budget, step.prompt_budget)
-        room -= min(sum(seq.num_tokens - seq.num_computed for seq in running), room)
-        blocks, num_wanted = scheduler.blocks, 0
-        for seq in waiting:
-            if num_wanted < room:
-                num_wanted += len(seq.token_ids) - len(blocks.match(seq)) * blocks.block_size
-        self._room = max(room - num_wanted, -(-room // 4))
-        self._yielding = {seq.seq_id for seq in series}
-        step.served |= request_ids
-        step.excluded |= request_ids
+        self._step, self._room = step, step.prompt_budget
+        if self._large and scheduler.allow_chunks:
+            if not num_decode_rows:
+                self._room = min(self._room, self.num_queued_tokens())
+            if self._must_share(scheduler, prompts):
+                self._room = math.ceil(SHARED_PART * self._room)
+            else:
+                step.prompt_budget = self._room
 
     def row_end(self, seq: Sequence, end: int, limit: int) -> int:
-        if seq.seq_id in self._yielding:
+        if seq.request_id in self._large and seq.num_tokens - seq.num_computed > 1:
             end = min(end, seq.num_computed + self._room)
             self._room -= end - seq.num_computed
-        elif seq.request_id in self._sharing and end <= seq.num_tokens:
-            end = min(end, seq.num_computed + self._share)
+            if not self._room:
+                self._step.excluded = self._large
         return end
 
     def committed(self, step: Step, result: StepResult) -> None:
@@ -118,7 +87,7 @@ class PromptBudget(Feature):
         return max(self._min_prompt_tokens, _round_down(num_tokens) - num_decode_rows)
 
     def num_queued_tokens(self) -> int:
-        """Return how many tokens of a request with several prompts may run without decode rows."""
+        """Return how many prompt tokens of large requests may run without decode rows."""
         num_tokens = int(QUEUED_RATIO * self._seconds / self._seconds_per_token)
         return max(MIN_QUEUED_TOKENS, _round_down(num_tokens))
 
@@ -134,6 +103,29 @@ class PromptBudget(Feature):
             ratio = min(max(ratio, 1 / MAX_RATIO), MAX_RATIO) ** WEIGHT
         self._seconds_per_token *= ratio
         self._is_measured = True
+
+    def _count(self, seq: Sequence, num_tokens: int) -> None:
+        total = self._num_unfinished.pop(seq.request_id, 0) + num_tokens
+        if total:
+            self._num_unfinished[seq.request_id] = total
+        if total > seq.request.params.n * max(seq.num_prompt_tokens, SMALL):
+            self._large.add(seq.request_id)  # more than the samples of one prompt
+        else:
+            self._large.discard(seq.request_id)
+
+    def _must_share(self, scheduler: Scheduler, prompts: list[Sequence]) -> bool:
+        """Return whether a request that is not large is among the most urgent ones with prompts.
+
+        `prompts` are running. Waiting requests count only while a slot is free.
+        """
+        candidates = list(prompts)
+        if len(scheduler.running) < scheduler.max_num_seqs:
+            waiting = scheduler.waiting
+            candidates += filter(None, (waiting.first(), waiting.first(self._large)))
+        urgent = min((seq.priority for seq in candidates), default=0)
+        return any(
+            seq.priority == urgent and seq.request_id not in self._large for seq in candidates
+        )
 
 
 def _round_down(num_tokens: int) -> int:

@@ -115,7 +115,7 @@ class Drafter(Feature):
                     self.verified(seq, count - 1, valid - 1)
         if not step.plan.num_prefill_tokens:
             # The duration includes idle time of the device, because drafting delays the plan.
-            num_tokens = step.num_decode_tokens - step.num_rejected
+            num_tokens = step.num_decode_tokens - step.draft_counts.num_rejected_tokens
             self.measured(len(step.rows), step.num_decode_tokens, num_tokens, step.seconds)
 
     def begin(self, num_rows: int, num_unused: int) -> None:

@@ -68,10 +68,10 @@ class StepMode:
 
     def _block_tokens(self) -> dict[int, list[int]]:
         blocks = self._core.scheduler.blocks
-        cached, size = blocks.cached_tokens(), blocks.block_size
+        size = blocks.block_size
         found: dict[int, list[int]] = {
-            block_id: np.frombuffer(tokens, np.int32).tolist()
-            for block_id, tokens in cached.items()
+            prefix.block_id: np.frombuffer(prefix.key.tokens, np.int32).tolist()
+            for prefix in blocks.cached.values()
         }
         for seq in self._core.scheduler.running.values():
             for index, block_id in enumerate(seq.block_ids):

@@ -96,11 +96,12 @@ class Engine:
         max_tokens: int,
         request_id: str = "",
         prefix: tuple[int, ...] = (),
+        **params: int,
     ) -> None:
         self.token_times[seq_id] = []
         prompt = array("i", [*prefix, *[seq_id + 1] * prompt_len])
-        params = SamplingParams(max_tokens=max_tokens)
-        request = Request(seq_id, prompt, params, is_streaming=True, request_id=request_id)
+        sampling_params = SamplingParams(max_tokens=max_tokens, **params)
+        request = Request(seq_id, prompt, sampling_params, is_streaming=True, request_id=request_id)
         self.core.add(request)
 
     def step(self) -> None:
@@ -269,15 +270,16 @@ def test_a_request_of_many_prompts_takes_turns_with_others(depth: int) -> None:
             engine.add(seq_id, 1900, 1, "many")
         for _ in range(num_before):
             engine.step()
-        start = engine.clock.now
+        start, num_plans = engine.clock.now, len(engine.device.plans)
         engine.add(1000, prompt_len, 1)
         while not engine.token_times[1000]:
             engine.step()
-        seconds = engine.clock.now - start
+        seconds, beside = engine.clock.now - start, slice(num_plans, len(engine.device.plans))
         while engine.core.has_unfinished:
             engine.step()
             engine.core.scheduler.check()
         counts = [plan.counts.sum() for plan in engine.device.plans]
+        del counts[beside]
         # The first step was planned before anything was measured; the last prompt is not limited.
         assert num_prompts == 0 or max(counts[1 + depth : -3]) <= MIN_QUEUED_TOKENS
         first_tokens = [engine.token_times[seq_id][0] for seq_id in range(num_prompts)]
@@ -347,6 +349,71 @@ def test_a_small_request_waits_for_no_series(depth: int, num_series: int) -> Non
         engine.step()
         num_steps += 1
     assert num_steps <= 1 + depth
+
+
+@DEPTHS
+def test_a_few_short_prompts_wait_for_no_series(depth: int) -> None:
+    engine = Engine(processor, depth)
+    for seq_id in range(20):
+        engine.add(seq_id, 2000, 1, "many")
+    for _ in range(4):
+        engine.step()
+    for seq_id in range(100, 104):
+        engine.add(seq_id, 50, 1, "few")
+    for _ in range(1 + depth):
+        engine.step()
+    assert all(engine.token_times[seq_id] for seq_id in range(100, 104))
+
+
+@DEPTHS
+def test_a_series_does_not_starve(depth: int) -> None:
+    """It gets a quarter of each step, although small requests could use it all."""
+    engine, number = Engine(processor, depth), 100
+    for seq_id in range(10):
+        engine.add(seq_id, 300, 1, "many")
+    num_steps = 0
+    while not engine.token_times[9]:
+        engine.add(number, 95, 1)
+        engine.step()
+        number, num_steps = number + 1, num_steps + 1
+    assert num_steps < 1.2 * 10 * 300 / (MIN_QUEUED_TOKENS / 4)
+
+
+@DEPTHS
+@pytest.mark.parametrize("prompt_len", [20, 1900])
+def test_a_series_alone_runs_at_full_speed(depth: int, prompt_len: int) -> None:
+    seconds = []
+    for target in (None, TARGET):
+        engine = Engine(depth=depth, target=target)
+        for seq_id in range(120):
+            engine.add(seq_id, prompt_len, 1, "many")
+        while engine.core.has_unfinished:
+            engine.step()
+        seconds.append(engine.clock.now)
+    assert seconds[1] < 1.03 * seconds[0]
+
+
+@DEPTHS
+def test_a_series_leaves_nothing_to_less_urgent_requests(depth: int) -> None:
+    engine = Engine(processor, depth)
+    for seq_id in range(4):
+        engine.add(seq_id, 1000, 1, "many")
+    engine.add(4, 20, 1, priority=1)
+    while engine.core.has_unfinished:
+        engine.step()
+    order = sorted(range(5), key=engine.token_times.__getitem__)
+    assert order[:3] == [0, 1, 2]
+    plans = engine.device.plans[1 + depth : -4]
+    assert {int(plan.counts.sum()) for plan in plans} == {MIN_QUEUED_TOKENS}
+
+
+@DEPTHS
+def test_samples_of_one_prompt_are_no_series(depth: int) -> None:
+    engine = Engine(processor, depth)
+    for seq_id in range(8):
+        engine.add(seq_id, 1, 1, "samples", prefix=(9,) * 3000, n=8)
+    engine.step()
+    assert engine.device.plans[0].counts[0] == 3001
 
 
 @DEPTHS
