@@ -23,7 +23,8 @@ from nanovllm.engine.step import Bitmasks
 from nanovllm.engine.timing import StepLog
 from nanovllm.errors import EngineError
 
-POLL_SECONDS = 0.001  # time between looks at postponed sequences while nothing else runs
+# While nothing else runs, the n-th look at postponed sequences follows after n times POLL_SECONDS.
+POLL_SECONDS, MAX_POLLS = 0.001, 20
 # Bitmasks that allow every token.
 NO_BITMASKS = Bitmasks(np.zeros(0, np.int32), np.zeros((0, 0), np.int32))
 
@@ -53,6 +54,7 @@ class EngineCore:
         self._in_flight: deque[Step] = deque()
         self._clock = clock
         self._last_result_time = 0.0
+        self._num_polls = 0  # since a step was launched or collected
         self.log: StepLog | None = None  # set while a client subscribes to snapshots
         self._failure: str | None = None
 
@@ -108,7 +110,10 @@ class EngineCore:
             self.log.add_step([*times, self._clock()], oldest)
         if not self._in_flight and oldest is None and self._sequences:
             assert self.scheduler.postponed, "sequences are waiting, but nothing runs"
-            sleep(POLL_SECONDS)
+            self._num_polls = min(self._num_polls + 1, MAX_POLLS)
+            sleep(POLL_SECONDS * self._num_polls)
+        else:
+            self._num_polls = 0
         return outputs
 
     def finish(self, seq_id: int, reason: FinishReason) -> FinishedSequence | None:
