@@ -6,7 +6,7 @@ import contextlib
 import json
 import random
 from array import array
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -288,13 +288,17 @@ def test_prompts_begin_with_the_last_prompt_and_its_reply(
         assert len(llm.replies[-1]) >= 300
 
 
+@pytest.mark.endurance
 @pytest.mark.slow
-def test_later_requests_compute_only_what_is_new(forced: Running) -> None:
+def test_later_requests_compute_only_what_is_new(
+    forced: Running, count: Callable[..., int]
+) -> None:
     client, spare = ChatClient(forced), forced.llm.spare_blocks * BLOCK
+    words = WORDS[: count(len(WORDS), few=len(WORDS) // 4)]
     for number, (name, text) in enumerate(REPLIES.items()):
-        client.step(text.replace(WORDS, WORDS[: len(WORDS) // 4]))
+        client.step(text.replace(WORDS, words))
         print(name, client.num_completed, client.num_new, client.num_computed)
-        assert client.num_completed >= 3 * spare
+        assert client.num_completed >= count(300, few=3 * spare)
         assert number == 0 or client.num_computed <= client.num_new + spare, name
 
 
