@@ -24,25 +24,19 @@ def gated_delta_net(
     key_heads = (num_channels - num_heads * value_dim) // (2 * key_dim)
     group = num_heads // key_heads
     parts = inputs.qkv, inputs.z, inputs.b, inputs.a
-    offsets = None
-    if rows.counts is not None:
-        offsets = torch.tensor([0, *accumulate(rows.counts)])
+    offsets = None if rows.counts is None else torch.tensor([0, *accumulate(rows.counts)])
     out = launcher.empty(*inputs.z.shape)
-    num_threads = launcher.num_threads
-    scratch = launcher.scratch(num_threads * 2 * (key_dim + value_dim))
+    scratch = launcher.scratch(launcher.num_threads * 2 * (key_dim + value_dim))
     launcher.launch(
         delta_net.gated_delta_net,
-        out.data_ptr(),
-        *(part.data_ptr() for part in parts),
+        out,
+        *parts,
         *(part.stride(0) for part in parts),
-        *(part.data_ptr() for part in (weights.conv, weights.decay, weights.dt_bias)),
-        weights.norm.weight.data_ptr(),
-        float_bits(weights.norm.eps),
-        *(state.recurrent.data_ptr(), state.recurrent.stride(0)),
-        *(state.conv.data_ptr(), state.conv.stride(0)),
-        rows.slots.data_ptr(),
-        0 if offsets is None else offsets.data_ptr(),
-        scratch.data_ptr(),
+        *(weights.conv, weights.decay, weights.dt_bias),
+        *(weights.norm.weight, float_bits(weights.norm.eps)),
+        *(state.recurrent, state.recurrent.stride(0)),
+        *(state.conv, state.conv.stride(0)),
+        *(rows.slots, offsets, scratch),
         *(len(rows.slots), key_heads, group, key_dim, value_dim, conv_size),
         weights.is_tiled,
     )
