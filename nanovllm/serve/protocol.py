@@ -294,43 +294,6 @@ class AgentRequest(ChatRequest):
         return [*(self.tools or ()), *self.deferred_tools]
 
 
-class CompletionRequest(SamplingFields):
-    prompt: Texts
-    max_tokens: int | None = Field(None, ge=0)
-    logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
-    echo: bool | None = None
-    best_of: Literal[1] | None = None
-    add_special_tokens: bool | None = None
-
-    @model_validator(mode="after")
-    def _check_echo(self) -> CompletionRequest:
-        is_valid = self.max_tokens != 0 or self.echo
-        require(is_valid, "max_tokens", "at least 1, or 0 with echo", self.max_tokens)
-        return self
-
-
-class EmbeddingRequest(ApiModel):
-    policy = policies.COMMON
-    input: Texts
-    model: str | None = None
-    encoding_format: Literal["float", "base64"] | None = None
-    normalize: bool | None = None
-
-
-class RerankDocument(ApiModel):
-    text: str
-
-
-class RerankRequest(ApiModel):
-    policy = policies.COMMON
-    query: str
-    documents: Listed[str | RerankDocument]
-    model: str | None = None
-    top_n: int | None = Field(None, ge=0)  # 0: all documents, as in vLLM
-    return_documents: bool | None = None
-    instruction: str | None = None
-
-
 class TokenizeRequest(ChatFields):
     """A request to tokenize either `prompt` or `messages`."""
 
