@@ -15,7 +15,7 @@ from typing import Any, TypeAlias, get_args, get_origin, get_type_hints
 
 from nanovllm.config import WHOLE_CONTEXT, EngineConfig
 from nanovllm.engine.engine_options import FLAGS, VLLM_OPTIONS, ignored_notes
-from nanovllm.errors import ConfigError
+from nanovllm.errors import ConfigError, file_errors
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.server_options import read_text as read_text
 from nanovllm.validation import choices_of
@@ -164,11 +164,8 @@ def add_sampling_options(parser: ArgumentParser, **defaults: Any) -> None:
 def append_json(path: str | None, *results: dict[str, Any]) -> None:
     """Append JSON lines to a file, if given; without results, check that it is writable."""
     if path is not None:
-        try:
-            with open(path, "a", encoding="utf-8") as file:
-                file.writelines(json.dumps(each) + "\n" for each in results)
-        except OSError as error:
-            raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+        with file_errors("write", path), open(path, "a", encoding="utf-8") as file:
+            file.writelines(json.dumps(each) + "\n" for each in results)
 
 
 def model_of(args: Namespace) -> str:

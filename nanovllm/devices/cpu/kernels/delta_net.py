@@ -34,11 +34,8 @@ def gated_delta_net(args: Any, thread: int, num_threads: int, like: Any) -> None
     eps = as_float(uint32(args[13]))
     state, state_stride = pointer_to(args[14], float32(0)), args[15]
     history, history_stride = pointer_to(args[16], like), args[17]
-    slots, offsets, has_offsets = (
-        pointer_to(args[18], int64(0)),
-        pointer_to(args[19], int64(0)),
-        args[19] != 0,
-    )
+    slots = pointer_to(args[18], int64(0))
+    offsets, has_offsets = pointer_to(args[19], int64(0)), args[19] != 0
     scratch = pointer_to(args[20], float32(0))
     num_rows, key_heads, group = args[21], args[22], args[23]
     key_dim, value_dim, conv_size, is_tiled = args[24], args[25], args[26], args[27] != 0
