@@ -110,21 +110,17 @@ _DELTA_NET_NUMBERS = {
 _WINDOW = {"attention.sliding_window": ("sliding_window", 0)}
 
 
-def _gemma3_layers(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return fields that GGUF does not store: the sliding-window pattern and attention scale."""
+def _gemma_scale(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the attention scale, which GGUF does not store; the 27B models have different ones."""
     scalar = config["head_dim"]
-    if config["num_hidden_layers"] == 62:
-        scalar = config["hidden_size"] // (config["num_attention_heads"] or 1)
-    period = 6 if config["sliding_window"] else 1
-    return {"sliding_window_pattern": period, "query_pre_attn_scalar": scalar}
-
-
-def _gemma2_scale(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the attention scale, which GGUF does not store; the 27B model has a different one."""
-    scalar = config["head_dim"]
-    if config["num_hidden_layers"] == 46:
+    if config["num_hidden_layers"] == (46 if config["model_type"] == "gemma2" else 62):
         scalar = config["hidden_size"] // (config["num_attention_heads"] or 1)
     return {"query_pre_attn_scalar": scalar}
+
+
+def _gemma3_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return fields that GGUF does not store: the sliding-window pattern and attention scale."""
+    return {"sliding_window_pattern": 6 if config["sliding_window"] else 1, **_gemma_scale(config)}
 
 
 def _mistral3_rope(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -209,7 +205,7 @@ ARCHITECTURES = {
             "final_logit_softcapping": ("final_logit_softcapping", 30.0),
         },
         constants={"hidden_activation": "gelu_pytorch_tanh"},
-        derive=_gemma2_scale,
+        derive=_gemma_scale,
     ),
     "gemma3": Architecture(
         "Gemma3ForCausalLM",
@@ -218,7 +214,7 @@ ARCHITECTURES = {
         norm_offset=1.0,
         numbers=_WINDOW | {"rope.freq_base_swa": ("rope_local_base_freq", 10000.0)},
         constants={"hidden_activation": "gelu_pytorch_tanh"},
-        derive=_gemma3_layers,
+        derive=_gemma3_fields,
     ),
     "mistral3": Architecture(
         "Ministral3ForCausalLM",

@@ -41,7 +41,6 @@ def with_experts(model: ModelConfig, experts: ExpertsConfig) -> ModelConfig:
 
 
 def build_layer(config: ModelConfig, layer_index: int, build: BuildContext) -> DecoderLayer:
-    assert config.experts is not None
     self_attn = SelfAttention(config, layer_index, build)
-    sparse = SparseMoeBlock(config.hidden_size, config.experts, NAMES, build)
-    return DecoderLayer(config, self_attn, sparse, build, mlp_name="block_sparse_moe")
+    experts = SparseMoeBlock(config, build, NAMES)
+    return DecoderLayer(config, self_attn, experts, build, mlp_name="block_sparse_moe")

@@ -1,4 +1,4 @@
-"""Qwen3: Llama's layer with RMSNorm on every head of q and k."""
+"""Qwen3: Llama's layer with RMSNorm on every head of q and k; Qwen3-MoE has experts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from nanovllm.config import ModelConfig
 from nanovllm.layers.build import BuildContext
 from nanovllm.layers.layernorm import QKNorm
-from nanovllm.layers.mlp import GatedMLP
+from nanovllm.layers.moe import build_mlp
 from nanovllm.layers.self_attention import SelfAttention
 from nanovllm.models.config_json import read_model_config
 from nanovllm.models.decoder import DecoderLayer
@@ -21,10 +21,5 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
 
 
 def build_layer(config: ModelConfig, layer_index: int, build: BuildContext) -> DecoderLayer:
-    return DecoderLayer(
-        config, build_attention(config, layer_index, build), GatedMLP(config, build), build
-    )
-
-
-def build_attention(config: ModelConfig, layer_index: int, build: BuildContext) -> SelfAttention:
-    return SelfAttention(config, layer_index, build, QKNorm(config, build))
+    self_attn = SelfAttention(config, layer_index, build, QKNorm(config, build))
+    return DecoderLayer(config, self_attn, build_mlp(config, layer_index, build), build)

@@ -17,13 +17,12 @@ from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.layers.build import BuildContext
 from nanovllm.layers.gated_delta_net import GatedDeltaNet
 from nanovllm.layers.layernorm import QKNorm
-from nanovllm.layers.mlp import GatedMLP
-from nanovllm.layers.moe import SharedExpertMoeBlock
+from nanovllm.layers.moe import build_mlp
 from nanovllm.layers.rotary_embedding import rope_order
 from nanovllm.layers.self_attention import SelfAttention
 from nanovllm.models.config_json import field
 from nanovllm.models.decoder import DecoderLayer
-from nanovllm.models.qwen3_moe import NAMES, read_experts
+from nanovllm.models.qwen3_moe import read_experts
 from nanovllm.models.rope_scaling import read_with_partial_rotary
 
 LAYER_TYPES = ("linear_attention", "full_attention")
@@ -89,11 +88,7 @@ def build_layer(
 ) -> DecoderLayer:
     """Build a layer; see GatedDeltaNet for `is_grouped`."""
     assert config.recurrent is not None
-    mlp: GatedMLP | SharedExpertMoeBlock
-    if config.experts is None or layer_index in config.experts.dense_layers:
-        mlp = GatedMLP(config, build)
-    else:
-        mlp = SharedExpertMoeBlock(config, NAMES, build)
+    mlp = build_mlp(config, layer_index, build)
     if layer_index in config.recurrent.layers:
         delta_net = GatedDeltaNet(config, layer_index, build, is_grouped)
         return DecoderLayer(config, delta_net, mlp, build, attention_name="linear_attn")

@@ -1,4 +1,4 @@
-"""Qwen3-MoE: Qwen3's attention, and experts instead of MLPs, by default in every layer."""
+"""Qwen3-MoE: Qwen3's layer, with experts instead of MLPs, by default in every layer."""
 
 from __future__ import annotations
 
@@ -6,16 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from nanovllm.config import ExpertsConfig, ModelConfig
-from nanovllm.layers.build import BuildContext
-from nanovllm.layers.mlp import GatedMLP
-from nanovllm.layers.moe import ExpertNames, SparseMoeBlock
 from nanovllm.models.config_json import field, read_model_config
-from nanovllm.models.decoder import DecoderLayer
 from nanovllm.models.mixtral import with_experts
-from nanovllm.models.qwen3 import build_attention
 from nanovllm.models.sliding_window import with_window
-
-NAMES = ExpertNames("gate_proj", "up_proj", "down_proj")
 
 
 def read_config(config: Mapping[str, Any]) -> ModelConfig:
@@ -40,12 +33,3 @@ def read_experts(model: ModelConfig, config: Mapping[str, Any]) -> ModelConfig:
         dense_layers=frozenset(is_dense),
     )
     return with_experts(model, experts)
-
-
-def build_layer(config: ModelConfig, layer_index: int, build: BuildContext) -> DecoderLayer:
-    assert config.experts is not None
-    self_attn = build_attention(config, layer_index, build)
-    if layer_index in config.experts.dense_layers:
-        return DecoderLayer(config, self_attn, GatedMLP(config, build), build)
-    sparse = SparseMoeBlock(config.hidden_size, config.experts, NAMES, build)
-    return DecoderLayer(config, self_attn, sparse, build)
