@@ -124,17 +124,22 @@ class SamplingFields(ApiModel):
         is_valid = self.stream or self.stream_options is None
         require(is_valid, "stream_options", "omitted unless stream=true", self.stream_options)
         is_valid = self.response_format is None or self.structured_outputs is None
-        given = self.structured_outputs
-        require(is_valid, "structured_outputs", "omitted when response_format is given", given)
+        expected = "omitted when response_format is given"
+        require(is_valid, "structured_outputs", expected, self.structured_outputs)
         return self
 
-    def sampling_params(self, defaults: Mapping[str, Any], **given: Any) -> SamplingParams:
+    def sampling_params(self, defaults: Mapping[str, Any], **overrides: Any) -> SamplingParams:
         """Return the sampling parameters.
 
-        `defaults` apply to fields that the request omits; `given` overrides the request.
+        `defaults` apply to fields that the request omits; `overrides` override the request.
         """
         own = self.model_dump(include=_SAMPLING_NAMES, exclude_none=True)
-        return SamplingParams(**{**defaults, **own, **given})
+        return SamplingParams(**{**defaults, **own, **overrides})
+
+    def truncate(self, token_ids: list[int]) -> list[int]:
+        """Return the last `truncate_prompt_tokens` ids of a prompt; SamplingParams checks it."""
+        count = self.truncate_prompt_tokens or 0
+        return token_ids[-count:] if count > 0 else token_ids
 
     @property
     def grammar_param(self) -> str:
@@ -237,10 +242,10 @@ class ChatFields(ApiModel):
             self.thinking and self.thinking.type != "disabled",
             effort and effort != "none",
         )
-        found: dict[str, Any] = {"reasoning_effort": effort} if effort else {}
+        variables: dict[str, Any] = {"reasoning_effort": effort} if effort else {}
         enable = next((bool(each) for each in switches if each is not None), None)
-        found |= {} if enable is None else {"enable_thinking": enable}
-        return found | (self.chat_template_kwargs or {})
+        variables |= {} if enable is None else {"enable_thinking": enable}
+        return variables | (self.chat_template_kwargs or {})
 
 
 class ChatRequest(ChatFields, SamplingFields):

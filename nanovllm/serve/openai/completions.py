@@ -46,8 +46,7 @@ async def create_completion(service: Service, request: CompletionRequest) -> Com
     special = request.add_special_tokens
     options = {} if special is None else {"add_special_tokens": special}
     prompts = await service.all_token_ids(request.prompt, "prompt", **options)
-    if request.truncate_prompt_tokens is not None and request.truncate_prompt_tokens > 0:
-        prompts = [prompt[-request.truncate_prompt_tokens :] for prompt in prompts]
+    prompts = list(map(request.truncate, prompts))
     service.check_num_sequences(len(prompts), request.n or 1)
     limits = (request.max_tokens, DEFAULT_MAX_TOKENS, "prompt")
     lengths = [service.max_tokens(len(prompt), *limits) for prompt in prompts]
