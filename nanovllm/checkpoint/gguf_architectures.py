@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from nanovllm.config import ConfigJson
+
 # Configs of GGUF files may have this key; config.json never does. If it is set, value head i uses
 # key head i % num_key_heads; otherwise, the value heads that share a key head are adjacent.
 TILED_HEADS_KEY = "gguf_tiled_value_heads"
@@ -30,7 +32,7 @@ class Architecture:
     # Intermediate size if the file has none; None: it is required, 0: there is no dense MLP.
     default_size: int | None = None
     lists_windows: bool = False  # whether files may list the layers with a sliding window
-    derive: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda config: {}
+    derive: Callable[[ConfigJson], dict[str, Any]] = lambda config: {}
 
 
 _QK = ("attn_q", "attn_k")
@@ -110,7 +112,7 @@ _DELTA_NET_NUMBERS = {
 _WINDOW = {"attention.sliding_window": ("sliding_window", 0)}
 
 
-def _gemma_scale(config: Mapping[str, Any]) -> dict[str, Any]:
+def _gemma_scale(config: ConfigJson) -> dict[str, Any]:
     """Return the attention scale, which GGUF does not store; the 27B models have different ones."""
     scalar = config["head_dim"]
     if config["num_hidden_layers"] == (46 if config["model_type"] == "gemma2" else 62):
@@ -118,12 +120,12 @@ def _gemma_scale(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"query_pre_attn_scalar": scalar}
 
 
-def _gemma3_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+def _gemma3_fields(config: ConfigJson) -> dict[str, Any]:
     """Return fields that GGUF does not store: the sliding-window pattern and attention scale."""
     return {"sliding_window_pattern": 6 if config["sliding_window"] else 1, **_gemma_scale(config)}
 
 
-def _mistral3_rope(config: Mapping[str, Any]) -> dict[str, Any]:
+def _mistral3_rope(config: ConfigJson) -> dict[str, Any]:
     if (scaling := config["rope_scaling"]) is None:
         return {}
     factors = {
@@ -134,11 +136,11 @@ def _mistral3_rope(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"rope_scaling": {**scaling, **factors}}
 
 
-def _rotary_factor(config: Mapping[str, Any]) -> dict[str, Any]:
+def _rotary_factor(config: ConfigJson) -> dict[str, Any]:
     return {"partial_rotary_factor": (config["rotary_dim"] or 0) / (config["head_dim"] or 1)}
 
 
-def _delta_net_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+def _delta_net_fields(config: ConfigJson) -> dict[str, Any]:
     """Return derived fields; num_hidden_layers excludes layers for multi-token prediction."""
     num_heads = config["linear_num_value_heads"] or 1
     return {
@@ -149,7 +151,7 @@ def _delta_net_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _olmo3_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+def _olmo3_fields(config: ConfigJson) -> dict[str, Any]:
     """Return the fields of OLMo 3: its files declare olmo2, but also have a sliding window."""
     if not config["sliding_window"]:
         return {}

@@ -9,6 +9,7 @@ from nanovllm.config.engine_config import (
     EngineConfig,
 )
 from nanovllm.config.model_config import (
+    ConfigJson,
     ExpertsConfig,
     LayerAttention,
     ModelConfig,
@@ -23,6 +24,7 @@ __all__ = [
     "QUANTIZATION_METHODS",
     "SERVING_TARGET_MS",
     "WHOLE_CONTEXT",
+    "ConfigJson",
     "EngineConfig",
     "ExpertsConfig",
     "LayerAttention",

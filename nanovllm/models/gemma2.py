@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
-from nanovllm.config import LayerAttention, ModelConfig
+from nanovllm.config import ConfigJson, LayerAttention, ModelConfig
 from nanovllm.layers.build import BuildContext
 from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.self_attention import SelfAttention
@@ -16,7 +14,7 @@ from nanovllm.models.post_norm import SandwichLayer
 from nanovllm.models.sliding_window import sliding_layers, with_window
 
 
-def read_config(config: Mapping[str, Any]) -> ModelConfig:
+def read_config(config: ConfigJson) -> ModelConfig:
     gemma3.refuse(config, "use_bidirectional_attention")
     model = gemma3.read_shared_config(config)
     sliding = sliding_layers(config)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from nanovllm.config import ModelConfig
+from nanovllm.config import ConfigJson, ModelConfig
 from nanovllm.errors import UnsupportedModelError
 from nanovllm.layers.build import BuildContext
 from nanovllm.layers.layernorm import QKNorm
@@ -40,7 +39,7 @@ NORMS = NormNames(
 )
 
 
-def read_config(config: Mapping[str, Any]) -> ModelConfig:
+def read_config(config: ConfigJson) -> ModelConfig:
     refuse(config, "attn_logit_softcapping", "final_logit_softcapping")
     given = {**DEFAULTS, **TEXT_DEFAULTS, **_without_null(config)}
     if given.get("use_bidirectional_attention"):  # the window is centered on the query
@@ -58,7 +57,7 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
     )
 
 
-def read_shared_config(config: Mapping[str, Any]) -> ModelConfig:
+def read_shared_config(config: ConfigJson) -> ModelConfig:
     """Read what Gemma 2 and 3 have in common: all but RoPE, windows and softcaps."""
     config = {**DEFAULTS, **_without_null(config)}
     shared = {"hidden_act": config["hidden_activation"], "rope_parameters": None}
@@ -72,13 +71,13 @@ def read_shared_config(config: Mapping[str, Any]) -> ModelConfig:
     )
 
 
-def refuse(config: Mapping[str, Any], *names: str) -> None:
+def refuse(config: ConfigJson, *names: str) -> None:
     for name in names:
         if config.get(name):
             raise UnsupportedModelError(f"{name}={config[name]!r} in config.json is not supported")
 
 
-def _without_null(config: Mapping[str, Any]) -> dict[str, Any]:
+def _without_null(config: ConfigJson) -> dict[str, Any]:
     return {key: value for key, value in config.items() if value is not None}
 
 

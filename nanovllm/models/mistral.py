@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from nanovllm.config import ModelConfig
+from nanovllm.config import ConfigJson, ModelConfig
 from nanovllm.models.config_json import read_model_config
 from nanovllm.models.sliding_window import sliding_layers, with_window
 
 
-def read_config(config: Mapping[str, Any]) -> ModelConfig:
+def read_config(config: ConfigJson) -> ModelConfig:
     config = {"sliding_window": 4096, **config}
     if (layers := sliding_layers(config)) is None:
         return read_window(config)
@@ -18,6 +15,6 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
     return with_window(read_model_config(config), config["sliding_window"], layers)
 
 
-def read_window(config: Mapping[str, Any]) -> ModelConfig:
+def read_window(config: ConfigJson) -> ModelConfig:
     model = read_model_config(config)
     return with_window(model, config.get("sliding_window"), range(len(model.layers)))

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
-from nanovllm.config import ExpertsConfig, ModelConfig
+from nanovllm.config import ConfigJson, ExpertsConfig, ModelConfig
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.layers.build import BuildContext
 from nanovllm.layers.moe import ExpertNames, SparseMoeBlock
@@ -18,7 +16,7 @@ from nanovllm.models.decoder import DecoderLayer
 NAMES = ExpertNames(gate="w1", up="w3", down="w2")
 
 
-def read_config(config: Mapping[str, Any]) -> ModelConfig:
+def read_config(config: ConfigJson) -> ModelConfig:
     model = mistral.read_window({"rope_theta": 1e6, **config})
     experts = ExpertsConfig(
         num_experts=field(config, "num_local_experts"),

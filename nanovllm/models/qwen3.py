@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from nanovllm.config import ModelConfig
+from nanovllm.config import ConfigJson, ModelConfig
 from nanovllm.layers.build import BuildContext
 from nanovllm.layers.layernorm import QKNorm
 from nanovllm.layers.moe import build_mlp
@@ -15,7 +12,7 @@ from nanovllm.models.decoder import DecoderLayer
 from nanovllm.models.sliding_window import with_upper_windows
 
 
-def read_config(config: Mapping[str, Any]) -> ModelConfig:
+def read_config(config: ConfigJson) -> ModelConfig:
     model = read_model_config({"head_dim": 128, **config})
     return with_upper_windows(model, config) if config.get("use_sliding_window") else model
 

@@ -6,13 +6,11 @@ and multi-token prediction (MTP) are not supported; their weights are skipped by
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from nanovllm.checkpoint.gguf_architectures import TILED_HEADS_KEY
-from nanovllm.config import ModelConfig, RecurrentConfig
+from nanovllm.config import ConfigJson, ModelConfig, RecurrentConfig
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.layers.build import BuildContext
 from nanovllm.layers.gated_delta_net import GatedDeltaNet
@@ -37,7 +35,7 @@ DEFAULTS = {
 }
 
 
-def read_config(config: Mapping[str, Any]) -> ModelConfig:
+def read_config(config: ConfigJson) -> ModelConfig:
     config = {**DEFAULTS, **config}
     model = read_with_partial_rotary(config, 0.25)
     recurrent = RecurrentConfig(
@@ -57,7 +55,7 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
     return replace(model, norm_offset=1.0, has_output_gate=True, recurrent=recurrent)
 
 
-def read_moe_config(config: Mapping[str, Any]) -> ModelConfig:
+def read_moe_config(config: ConfigJson) -> ModelConfig:
     shared = field(config, "shared_expert_intermediate_size")
     # The config of a model without dense layers may omit their size.
     size = config.get("intermediate_size") or shared
@@ -67,7 +65,7 @@ def read_moe_config(config: Mapping[str, Any]) -> ModelConfig:
     return replace(model, experts=replace(model.experts, shared_size=shared))
 
 
-def _read_recurrent_layers(config: Mapping[str, Any], num_layers: int) -> frozenset[int]:
+def _read_recurrent_layers(config: ConfigJson, num_layers: int) -> frozenset[int]:
     interval = config["full_attention_interval"]
     kinds = config.get("layer_types") or [
         LAYER_TYPES[(i + 1) % interval == 0] for i in range(num_layers)

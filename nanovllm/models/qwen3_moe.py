@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from nanovllm.config import ExpertsConfig, ModelConfig
+from nanovllm.config import ConfigJson, ExpertsConfig, ModelConfig
 from nanovllm.models.config_json import field, read_model_config
 from nanovllm.models.mixtral import with_experts
 from nanovllm.models.sliding_window import with_window
 
 
-def read_config(config: Mapping[str, Any]) -> ModelConfig:
+def read_config(config: ConfigJson) -> ModelConfig:
     model = read_model_config(config)
     if config.get("use_sliding_window"):
         window = config.get("sliding_window", 4096)
@@ -19,7 +16,7 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
     return read_experts(model, config)
 
 
-def read_experts(model: ModelConfig, config: Mapping[str, Any]) -> ModelConfig:
+def read_experts(model: ModelConfig, config: ConfigJson) -> ModelConfig:
     """Return `model` with the experts that config.json describes."""
     step = config.get("decoder_sparse_step", 1)
     is_dense = {i for i in range(len(model.layers)) if (i + 1) % step} | set(

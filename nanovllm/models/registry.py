@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from nanovllm.config import ModelConfig
+from nanovllm.config import ConfigJson, ModelConfig
 from nanovllm.errors import (
     CheckpointError,
     NanovllmError,
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class Family:
     build_layer: BuildLayer
-    read_config: Callable[[Mapping[str, Any]], ModelConfig]
+    read_config: Callable[[ConfigJson], ModelConfig]
 
 
 FAMILIES = {
@@ -78,7 +78,7 @@ FAMILIES = {
 }
 
 
-def read_config_for(config: Mapping[str, Any], model_impl: str) -> ModelConfig:
+def read_config_for(config: ConfigJson, model_impl: str) -> ModelConfig:
     """Read config.json for our own model code or, as far as `model_impl` allows, transformers'."""
     if model_impl == "transformers":
         return _fallback().read_config(config)
@@ -93,7 +93,7 @@ def read_config_for(config: Mapping[str, Any], model_impl: str) -> ModelConfig:
             raise UnsupportedModelError(f"{own}; {error}") from error
 
 
-def read_config(config: Mapping[str, Any]) -> ModelConfig:
+def read_config(config: ConfigJson) -> ModelConfig:
     """Read config.json with its family's reader; an invalid value raises CheckpointError."""
     name = read_architecture(config)
     if name not in FAMILIES:

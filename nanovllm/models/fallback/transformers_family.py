@@ -19,7 +19,14 @@ from torch import Tensor, nn
 from nanovllm.attention.backend import AttentionSpec
 from nanovllm.checkpoint.find import Checkpoint, is_mxfp4, stores_quantized
 from nanovllm.checkpoint.multimodal import NOT_TEXT
-from nanovllm.config import DTYPES, EngineConfig, LayerAttention, ModelConfig, RopeConfig
+from nanovllm.config import (
+    DTYPES,
+    ConfigJson,
+    EngineConfig,
+    LayerAttention,
+    ModelConfig,
+    RopeConfig,
+)
 from nanovllm.errors import CheckpointError, ConfigError, UnsupportedModelError
 from nanovllm.layers.build import BuildContext
 from nanovllm.models.config_json import INT32_MAX, MAX_LAYERS, read_architecture
@@ -51,7 +58,7 @@ UNUSED: dict[str, Any] = {
 }
 
 
-def read_config(config: Mapping[str, Any]) -> ModelConfig:
+def read_config(config: ConfigJson) -> ModelConfig:
     """Return the sizes of a model that transformers implements; reject models we cannot run."""
     calls: list[AttentionCall] = []
     causal_lm_class, hf_config = find_class(config)
@@ -109,7 +116,7 @@ def create_on_meta(causal_lm_class: Any, hf_config: Any, dtype: torch.dtype) -> 
         return causal_lm_class._from_config(hf_config, dtype=dtype, attn_implementation=ATTENTION)
 
 
-def find_class(config: Mapping[str, Any]) -> tuple[Any, Any]:
+def find_class(config: ConfigJson) -> tuple[Any, Any]:
     """Return transformers' class for an architecture, and its config; reject all but decoders."""
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -195,7 +202,7 @@ def has_padding_position(module: nn.Module) -> bool:
     return isinstance(positions, nn.Embedding) and positions.padding_idx is not None
 
 
-def refusal(config: Mapping[str, Any], reason: str) -> UnsupportedModelError:
+def refusal(config: ConfigJson, reason: str) -> UnsupportedModelError:
     [architecture] = config["architectures"]
     return UnsupportedModelError(
         f"architecture {architecture!r} is not supported by transformers' model code in this "
