@@ -187,8 +187,8 @@ def _read_generation_config(folder: Path) -> dict[str, Any]:
 
 
 def _weight_files(folder: Path) -> tuple[Path, ...]:
-    found = (sorted(folder.glob(pattern)) for pattern in _WEIGHTS)
-    files = next((files for files in found if files), [])
+    candidates = (sorted(folder.glob(pattern)) for pattern in _WEIGHTS)
+    files = next((files for files in candidates if files), [])
     if not files or (len(files) > 1 and files[0].suffix == ".gguf"):
         raise CheckpointError(
             f"{folder} has no weights: looked for *.safetensors, pytorch_model.bin or one *.gguf, "

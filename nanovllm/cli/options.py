@@ -74,11 +74,11 @@ def _add_option(add: Callable[..., Any], field: Field[Any], hint: Any, default: 
     text = f"{field.metadata['help']} (default: {default_text(field, default)})"
     flags = filter(None, [_flag(field.name), field.metadata.get("alias")])
     action = add(*flags, dest=field.name, help=text, **options)
-    given = os.environ.get(field.metadata.get("env", ""))
+    env_value = os.environ.get(field.metadata.get("env", ""))
     if default == ():  # an empty API key is kept, and rejected: it must not open the server
-        action.default = default if given is None else (given,)
+        action.default = default if env_value is None else (env_value,)
     else:
-        action.default = given or default
+        action.default = env_value or default
 
 
 def dashed(argv: Sequence[str]) -> list[str]:
@@ -200,8 +200,8 @@ def sampling_params(args: Namespace) -> SamplingParams:
 
 def fields_in(args: Namespace, record: type) -> dict[str, Any]:
     """Return the parsed options that are fields of a dataclass."""
-    given = {each.name: getattr(args, each.name) for each in fields(record) if each.name in args}
-    return {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
+    values = {each.name: getattr(args, each.name) for each in fields(record) if each.name in args}
+    return {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
 
 
 def _check_foreign_flags(args: argparse.Namespace) -> None:

@@ -41,19 +41,19 @@ NORMS = NormNames(
 
 def read_config(config: ConfigJson) -> ModelConfig:
     refuse(config, "attn_logit_softcapping", "final_logit_softcapping")
-    given = {**DEFAULTS, **TEXT_DEFAULTS, **_without_null(config)}
-    if given.get("use_bidirectional_attention"):  # the window is centered on the query
-        given["sliding_window"] = given["sliding_window"] // 2 + 1
+    config = {**DEFAULTS, **TEXT_DEFAULTS, **_without_null(config)}
+    if config.get("use_bidirectional_attention"):  # the window is centered on the query
+        config["sliding_window"] = config["sliding_window"] // 2 + 1
     layers = mixed_layers(
-        given,
-        given["sliding_window_pattern"],
-        local_theta=given["rope_local_base_freq"],
-        theta=given.get("rope_theta", 1e6),
+        config,
+        config["sliding_window_pattern"],
+        local_theta=config["rope_local_base_freq"],
+        theta=config.get("rope_theta", 1e6),
     )
     return replace(
-        read_shared_config(given),
+        read_shared_config(config),
         layers=layers,
-        is_causal=not given.get("use_bidirectional_attention"),
+        is_causal=not config.get("use_bidirectional_attention"),
     )
 
 

@@ -97,9 +97,9 @@ def read_config(config: ConfigJson) -> ModelConfig:
     """Read config.json with its family's reader; an invalid value raises CheckpointError."""
     name = read_architecture(config)
     if name not in FAMILIES:
-        given, supported = config["architectures"][0], ", ".join(sorted(FAMILIES))
+        architecture, supported = config["architectures"][0], ", ".join(sorted(FAMILIES))
         raise UnsupportedModelError(
-            f"architecture {given!r} is not supported; supported: {supported}"
+            f"architecture {architecture!r} is not supported; supported: {supported}"
         )
     check_fields(config)
     try:

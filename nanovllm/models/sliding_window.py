@@ -65,8 +65,8 @@ def _read_ropes(
 
     `rope_scaling` applies to full-attention layers only.
     """
-    given = config.get("rope_parameters") or {}
-    by_type = {kind: rope or {} for kind, rope in given.items()}
+    ropes = config.get("rope_parameters") or {}
+    by_type = {kind: rope or {} for kind, rope in ropes.items()}
     if unknown := sorted(set(by_type) - {"sliding_attention", "full_attention"}):
         raise CheckpointError(f"rope_parameters must be keyed by layer type, got {unknown}")
     local = {"rope_theta": local_theta} | by_type.get("sliding_attention", {})

@@ -44,8 +44,8 @@ class Middleware:
         path = _below(root, scope["path"])
         scope = {**scope, "root_path": root, "path": root + path}
         headers = Headers(scope=scope)
-        given = headers.get("x-request-id", "")
-        request_id = given if _REQUEST_ID.fullmatch(given) else uuid4().hex
+        client_id = headers.get("x-request-id", "")
+        request_id = client_id if _REQUEST_ID.fullmatch(client_id) else uuid4().hex
         start, status = time.perf_counter(), 0
 
         async def send_with_id(message: Message) -> None:
@@ -113,8 +113,8 @@ class Middleware:
         """Return whether the request has a valid key or needs none; compare in constant time."""
         scheme, _, token = headers.get("authorization", "").partition(" ")
         bearer = token.strip() if scheme.lower() == "bearer" else ""
-        given = [text.encode("latin-1") for text in (bearer, headers.get("x-api-key", ""))]
-        matches = [hmac.compare_digest(each, key) for each in given for key in self._keys]
+        tokens = [text.encode("latin-1") for text in (bearer, headers.get("x-api-key", ""))]
+        matches = [hmac.compare_digest(each, key) for each in tokens for key in self._keys]
         return not self._keys or any(matches)
 
     def _bounded(self, receive: Receive) -> Receive:

@@ -271,10 +271,10 @@ class VisibleText:
 
 def callable_tools(service: Service, request: ChatRequest) -> list[Tool]:
     """Validate the tools of a request; return those that the model may call."""
-    choice, given = request.tool_choice or "auto", request.all_tools
-    if choice == "none" or (choice == "auto" and not given):
+    choice, entries = request.tool_choice or "auto", request.all_tools
+    if choice == "none" or (choice == "auto" and not entries):
         return []
-    if not given:
+    if not entries:
         raise RequestError("tool_choice needs tools", param="tool_choice")
     if "tools" not in service.template_text:
         raise RequestError(
@@ -288,7 +288,7 @@ def callable_tools(service: Service, request: ChatRequest) -> list[Tool]:
             "--tool-call-parser, or omit tools",
             param="tools",
         )
-    tools = read_tools(given)
+    tools = read_tools(entries)
     if isinstance(choice, str):
         return tools
     chosen = [choice] if isinstance(choice, NamedTool) else choice.allowed_tools.tools

@@ -44,10 +44,10 @@ class ApiModel(BaseModel):
         if not isinstance(fields, dict):
             return fields
         fields = {name: value for name, value in fields.items() if value is not None}
-        known = [field.alias or name for name, field in cls.model_fields.items()]
-        undeclared = fields.keys() - known
+        declared = [field.alias or name for name, field in cls.model_fields.items()]
+        undeclared = fields.keys() - declared
         if undeclared:
-            cls.policy.check([name for name in fields if name in undeclared], known)
+            cls.policy.check([name for name in fields if name in undeclared], declared)
         return {name: value for name, value in fields.items() if name not in undeclared}
 
 

@@ -67,7 +67,7 @@ class NumbaExperts:
         weights = launcher.empty(num_pairs, dtype=torch.float32)
         sizes = num_tokens, num_experts, top_k
         launcher.launch(experts.route, ids, weights, logits, *sizes, self.routing.is_normalized)
-        launcher.launch(experts.group, order, starts, ids, num_pairs, num_experts)
+        launcher.launch(experts.sort_pairs, order, starts, ids, num_pairs, num_experts)
         return Pairs(order, starts, num_tokens), weights
 
     def _multiply(self, x: Tensor, weight: Tensor | PanelWeight, pairs: Pairs) -> Tensor:

@@ -78,7 +78,7 @@ def read_config(config: ConfigJson) -> ModelConfig:
         raise refusal(config, problem)
     head_dim, hidden_size = max(call.head_dim for call in calls), hidden.shape[-1]
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
-    found = partial(getattr, hf_config)
+    read_field = partial(getattr, hf_config)
     return ModelConfig(
         architecture=causal_lm_class.__name__,
         vocab_size=vocab_size,
@@ -88,8 +88,8 @@ def read_config(config: ConfigJson) -> ModelConfig:
         num_kv_heads=max(call.num_kv_heads for call in calls),
         head_dim=head_dim + head_dim % 2,
         layers=tuple(LayerAttention(RopeConfig(0.0), call.spec.window) for call in calls),
-        tie_word_embeddings=bool(found("tie_word_embeddings", False)),
-        max_position_embeddings=found("max_position_embeddings", None) or INT32_MAX,
+        tie_word_embeddings=bool(read_field("tie_word_embeddings", False)),
+        max_position_embeddings=read_field("max_position_embeddings", None) or INT32_MAX,
         dtype=dtype if dtype in DTYPES else "float32",
         transformers_config=config,
         **UNUSED,
@@ -278,16 +278,16 @@ def load_pretrained(causal_lm_class: Any, checkpoint: Checkpoint, **options: Any
 
     if is_mxfp4(checkpoint.config):
         options["quantization_config"] = Mxfp4Config(dequantize=True)
-    causal_lm, found = causal_lm_class.from_pretrained(
+    causal_lm, info = causal_lm_class.from_pretrained(
         checkpoint.path,
         local_files_only=True,
         output_loading_info=True,
         key_mapping=TEXT_KEYS,
         **options,
     )
-    found["unexpected_keys"] = {key for key in found["unexpected_keys"] if not NOT_TEXT.match(key)}
+    info["unexpected_keys"] = {key for key in info["unexpected_keys"] if not NOT_TEXT.match(key)}
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
-        if names := sorted(map(str, found[kind])):
+        if names := sorted(map(str, info[kind])):
             which = ", ".join(names[:MAX_NAMED])
             raise CheckpointError(f"{checkpoint.path}: {kind.replace('_', ' ')}: {which}")
     if is_mxfp4(checkpoint.config):  # dequantized to bfloat16

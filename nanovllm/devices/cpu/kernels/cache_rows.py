@@ -40,11 +40,14 @@ SHIFTED_BITS = 0x46800000
 
 @inlined
 def find_row(
-    slot: int, kv_head: int, num_kv_heads: int, head_dim: int, block_size: int
+    offset: int, kv_head: int, num_kv_heads: int, head_dim: int, block_size: int
 ) -> tuple[int, int]:
-    """Return the index of a row's first element in the cache, and that of its exponent."""
-    place = (slot // block_size * num_kv_heads + kv_head) * block_size + slot % block_size
-    return (slot * num_kv_heads + kv_head) * head_dim, place
+    """Return the index of a row's first element in the cache, and that of its exponent.
+
+    `offset` is the token's position in the cache, in units of tokens.
+    """
+    place = (offset // block_size * num_kv_heads + kv_head) * block_size + offset % block_size
+    return (offset * num_kv_heads + kv_head) * head_dim, place
 
 
 @inlined

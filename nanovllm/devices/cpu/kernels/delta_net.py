@@ -70,8 +70,8 @@ def gated_delta_net(args: Any, thread: int, num_threads: int, like: Any) -> None
                     scratch[i] = float32(0)
                 add_weighted(scratch, change, state, base, value_dim, k, key_dim, value_dim)
                 for i in range(value_dim):
-                    known = decay * scratch[change + i]
-                    scratch[change + i] = beta * (scratch[v + i] - known)
+                    prediction = decay * scratch[change + i]
+                    scratch[change + i] = beta * (scratch[v + i] - prediction)
                 for i in range(key_dim):
                     weight, at = scratch[k + i], base + i * value_dim
                     for j in range(value_dim):

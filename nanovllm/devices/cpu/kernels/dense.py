@@ -219,8 +219,8 @@ def rope_write(args: Any, thread: int, num_threads: int, like: Any, cached: Any)
                 for i in range(head_dim):
                     store(qkv, base + i, scratch[transform_at + i])
             continue
-        kv_head, slot = (head - num_heads) % num_kv_heads, slot_mapping[token]
-        row, place = find_row(slot, kv_head, num_kv_heads, head_dim, block_size)
+        kv_head, offset = (head - num_heads) % num_kv_heads, slot_mapping[token]
+        row, place = find_row(offset, kv_head, num_kv_heads, head_dim, block_size)
         if head >= num_rotated:
             store_row(v_cache, row, v_exponents, place, qkv, base, head_dim, cached)
         elif is_fp8(cached):
@@ -263,8 +263,8 @@ def attend(args: Any, thread: int, num_threads: int, like: Any, cached: Any) -> 
             scratch[sums + i] = float32(0)
         for block in range(first // block_size, (length + block_size - 1) // block_size):
             begin, count = _span(block, block_size, first, length)
-            slot = tables[table + block] * block_size + begin % block_size
-            base, place = find_row(slot, kv_head, num_kv_heads, head_dim, block_size)
+            offset = tables[table + block] * block_size + begin % block_size
+            base, place = find_row(offset, kv_head, num_kv_heads, head_dim, block_size)
             for i in range(group):
                 query, score = queries + i * head_dim, scores + i * max_length + begin
                 _dots(k_cache, base, stride, scratch, query, head_dim, score, count)
@@ -278,8 +278,8 @@ def attend(args: Any, thread: int, num_threads: int, like: Any, cached: Any) -> 
             _softmax(scratch, at, length - first, sink, has_sinks)
         for block in range(first // block_size, (length + block_size - 1) // block_size):
             begin, count = _span(block, block_size, first, length)
-            slot = tables[table + block] * block_size + begin % block_size
-            base, place = find_row(slot, kv_head, num_kv_heads, head_dim, block_size)
+            offset = tables[table + block] * block_size + begin % block_size
+            base, place = find_row(offset, kv_head, num_kv_heads, head_dim, block_size)
             for i in range(group):
                 probs = scores + i * max_length + begin
                 scale_rows(scratch, probs, v_exponents, place, count, cached)

@@ -60,7 +60,7 @@ def _best_after(ids: Any, pair: int, choice: int, logits: Any, row_start: int, c
 
 
 @kernel
-def group(args: Any, thread: int, num_threads: int, like: Any) -> None:
+def sort_pairs(args: Any, thread: int, num_threads: int, like: Any) -> None:
     """Sort pairs by expert into `order`; starts[expert] is the index of the expert's first pair."""
     order, starts = pointer_to(args[0], int32(0)), pointer_to(args[1], int32(0))
     ids, num_pairs, num_experts = pointer_to(args[2], int32(0)), args[3], args[4]
