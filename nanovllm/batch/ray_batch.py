@@ -92,7 +92,7 @@ class RayEngine:
             scheduling_strategy="SPREAD",
         )
         self.actors = [make(RowActor).remote(options) for _ in range(placement.num_engines)]
-        # A permit is (index within its engine, engine number); the lowest first spreads rows evenly.
+        # A permit is (index within its engine, engine number); taking the lowest spreads the rows.
         self.free: asyncio.PriorityQueue[tuple[int, int]] = asyncio.PriorityQueue()
         self._waiting: dict[asyncio.Task[None], int] = {}  # task -> engine that it waits for
         self._error: Exception | None = None  # set when no more rows can be completed

@@ -22,7 +22,7 @@ from nanovllm.devices.cpu.kernels.intrinsics import (
 def gated_delta_net(args: Any, thread: int, num_threads: int, like: Any) -> None:
     """Implement Ops.gated_delta_net; without `offsets`, each row has one token.
 
-    numba_delta_net.py lists the arguments. Each thread takes one key head of one row at a time,
+    NumbaOps lists the arguments. Each thread takes one key head of one row at a time,
     with the value heads that share it. For each thread, `scratch` holds the q, k and v of a head,
     and either the update of its state or its output.
     """
