@@ -17,12 +17,10 @@ from nanovllm.errors import (
 )
 from nanovllm.layers.build import BuildContext
 from nanovllm.models import (
-    gemma2,
-    gemma3,
+    gemma,
     glm4,
     granite,
     llama,
-    ministral3,
     mistral,
     mixtral,
     olmo2,
@@ -30,7 +28,6 @@ from nanovllm.models import (
     qwen2,
     qwen3,
     qwen3_5,
-    qwen3_moe,
     smollm3,
 )
 from nanovllm.models.config_json import (
@@ -56,13 +53,13 @@ class Family:
 
 
 FAMILIES = {
-    "Gemma2ForCausalLM": Family(gemma2.build_layer, gemma2.read_config),
-    "Gemma3ForCausalLM": Family(gemma3.build_layer, gemma3.read_config),
+    "Gemma2ForCausalLM": Family(gemma.build_gemma2_layer, gemma.read_gemma2_config),
+    "Gemma3ForCausalLM": Family(gemma.build_layer, gemma.read_config),
     "Glm4ForCausalLM": Family(glm4.build_layer, glm4.read_config),
     "GlmForCausalLM": Family(glm4.build_glm_layer, glm4.read_config),
     "GraniteForCausalLM": Family(llama.build_layer, granite.read_config),
     "LlamaForCausalLM": Family(llama.build_layer, read_model_config),
-    "Ministral3ForCausalLM": Family(llama.build_layer, ministral3.read_config),
+    "Ministral3ForCausalLM": Family(llama.build_layer, mistral.read_ministral3_config),
     "MistralForCausalLM": Family(llama.build_layer, mistral.read_config),
     "MixtralForCausalLM": Family(mixtral.build_layer, mixtral.read_config),
     "Olmo2ForCausalLM": Family(olmo2.build_layer, olmo2.read_config),
@@ -73,7 +70,7 @@ FAMILIES = {
     "Qwen3NextForCausalLM": Family(qwen3_5.build_next_layer, qwen3_5.read_moe_config),
     "Qwen3_5ForCausalLM": Family(qwen3_5.build_layer, qwen3_5.read_config),
     "Qwen3_5MoeForCausalLM": Family(qwen3_5.build_layer, qwen3_5.read_moe_config),
-    "Qwen3MoeForCausalLM": Family(qwen3.build_layer, qwen3_moe.read_config),
+    "Qwen3MoeForCausalLM": Family(qwen3.build_layer, qwen3.read_moe_config),
     "SmolLM3ForCausalLM": Family(llama.build_layer, smollm3.read_config),
 }
 

@@ -1,19 +1,22 @@
-"""Gemma 3 (text): norms before and after attention and MLP, scaled embeddings, sliding windows."""
+"""Gemma 2 and 3 (text): norms before and after attention and MLP, scaled embeddings, windows.
+
+Gemma 2 has no norms on q and k; its attention scores and logits have softcaps.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
-from nanovllm.config import ConfigJson, ModelConfig
+from nanovllm.config import ConfigJson, LayerAttention, ModelConfig
 from nanovllm.errors import UnsupportedModelError
 from nanovllm.layers.build import BuildContext
 from nanovllm.layers.layernorm import QKNorm
 from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.self_attention import SelfAttention
-from nanovllm.models.config_json import read_model_config
+from nanovllm.models.config_json import read_model_config, read_rope_config
 from nanovllm.models.post_norm import NormNames, SandwichLayer
-from nanovllm.models.sliding_window import mixed_layers
+from nanovllm.models.sliding_window import mixed_layers, sliding_layers, with_window
 
 DEFAULTS = {
     "head_dim": 256,
@@ -57,6 +60,21 @@ def read_config(config: ConfigJson) -> ModelConfig:
     )
 
 
+def read_gemma2_config(config: ConfigJson) -> ModelConfig:
+    refuse(config, "use_bidirectional_attention")
+    model = read_shared_config(config)
+    sliding = sliding_layers(config)
+    model = replace(
+        model,
+        layers=(LayerAttention(read_rope_config(config)),) * len(model.layers),
+        # null in config.json disables a softcap.
+        attention_softcap=config.get("attn_logit_softcapping", 50.0) or None,
+        logits_softcap=config.get("final_logit_softcapping", 30.0) or None,
+    )
+    windowed = range(0, len(model.layers), 2) if sliding is None else sliding
+    return with_window(model, config.get("sliding_window", 4096), windowed)
+
+
 def read_shared_config(config: ConfigJson) -> ModelConfig:
     """Read what Gemma 2 and 3 have in common: all but RoPE, windows and softcaps."""
     config = {**DEFAULTS, **_without_null(config)}
@@ -83,4 +101,9 @@ def _without_null(config: ConfigJson) -> dict[str, Any]:
 
 def build_layer(config: ModelConfig, layer_index: int, build: BuildContext) -> SandwichLayer:
     self_attn = SelfAttention(config, layer_index, build, QKNorm(config, build))
+    return SandwichLayer(config, self_attn, GatedMLP(config, build), build, NORMS)
+
+
+def build_gemma2_layer(config: ModelConfig, layer_index: int, build: BuildContext) -> SandwichLayer:
+    self_attn = SelfAttention(config, layer_index, build)
     return SandwichLayer(config, self_attn, GatedMLP(config, build), build, NORMS)
