@@ -69,14 +69,14 @@ class StepMode:
     def _block_tokens(self) -> dict[int, list[int]]:
         blocks = self._core.scheduler.blocks
         cached, size = blocks.cached_tokens(), blocks.block_size
-        block_tokens: dict[int, list[int]] = {
+        found: dict[int, list[int]] = {
             block_id: np.frombuffer(tokens, np.int32).tolist()
             for block_id, tokens in cached.items()
         }
         for seq in self._core.scheduler.running.values():
             for index, block_id in enumerate(seq.block_ids):
-                block_tokens[block_id] = seq.token_ids[index * size : (index + 1) * size].tolist()
-        return block_tokens
+                found[block_id] = seq.token_ids[index * size : (index + 1) * size].tolist()
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,25 +171,25 @@ def _sequence_changes(
 def _block_changes(
     before: EngineState, after: EngineState, rows: list[PlannedRow]
 ) -> Iterator[Change]:
-    tables, new_tables = _running(before), _running(after)
-    left = {seq_id: block_ids for seq_id, block_ids in tables.items() if seq_id not in new_tables}
+    tables, kept = _running(before), _running(after)
+    left = {seq_id: block_ids for seq_id, block_ids in tables.items() if seq_id not in kept}
     taken: set[int] = set()  # blocks allocated by the plan
     for row in rows:
-        block_ids = tables.get(row.seq_id, [])
+        known = tables.get(row.seq_id, [])
         if row.is_new:
-            left[row.seq_id] = block_ids  # its old blocks, if the same plan preempted it
-            block_ids = row.block_ids[: row.start // after.block_size]
-            if block_ids:
-                is_filled = all(before.cached[i] and i not in taken for i in block_ids)
+            left[row.seq_id] = known  # its old blocks, if the same plan preempted it
+            known = row.block_ids[: row.start // after.block_size]
+            if known:
+                is_filled = all(before.cached[i] and i not in taken for i in known)
                 note = "computed in an earlier step" if is_filled else "filled in this step"
-                yield _change("shared", row.seq_id, block_ids, note)
-        if len(row.block_ids) > len(block_ids):
-            yield _change("allocated", row.seq_id, row.block_ids[len(block_ids) :])
-        taken.update(row.block_ids[len(block_ids) :])
-        if row.seq_id not in new_tables:
+                yield _change("shared", row.seq_id, known, note)
+        if len(row.block_ids) > len(known):
+            yield _change("allocated", row.seq_id, row.block_ids[len(known) :])
+        taken.update(row.block_ids[len(known) :])
+        if row.seq_id not in kept:
             left[row.seq_id] = [*left[row.seq_id], *row.block_ids]
     # A block may be freed by one sequence and allocated by another in the same step.
-    held = set(chain.from_iterable(new_tables.values())) - taken
+    held = set(chain.from_iterable(kept.values())) - taken
     for seq_id, block_ids in left.items():
         if freed := [each for each in dict.fromkeys(block_ids) if each not in held]:
             yield _change("freed", seq_id, freed)
