@@ -13,15 +13,11 @@ from nanovllm.cli.options import default_text
 from nanovllm.config import EngineConfig
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.anthropic.messages import CountRequest, MessagesRequest
+from nanovllm.serve.openai.completions import CompletionRequest
+from nanovllm.serve.openai.embeddings import EmbeddingRequest
+from nanovllm.serve.openai.rerank import RerankRequest
 from nanovllm.serve.openai.responses import ResponsesRequest
-from nanovllm.serve.protocol import (
-    ApiModel,
-    ChatRequest,
-    CompletionRequest,
-    EmbeddingRequest,
-    RerankRequest,
-    TokenizeRequest,
-)
+from nanovllm.serve.protocol import ApiModel, ChatRequest, TokenizeRequest
 from nanovllm.serve.server_options import ServerOptions
 
 PATH = Path(__file__).parent / "reference.md"

@@ -87,6 +87,15 @@ def errors_about(param: str, kind: type[RequestError] = RequestError) -> Iterato
         raise
 
 
+@contextlib.contextmanager
+def file_errors(task: str, path: object, kind: type[NanovllmError] = ConfigError) -> Iterator[None]:
+    """Convert an OSError in the `with` block to an error such as "cannot write x: disk full"."""
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"cannot {task} {path}: {error.strerror}") from error
+
+
 def at_index(error: RequestError, name: str, index: int, count: int) -> RequestError:
     """Return the error; if there are several prompts, add the index of the invalid one."""
     return (

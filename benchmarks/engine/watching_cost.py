@@ -16,7 +16,8 @@ import time
 from benchmarks.engine.scheduler_cost import decoding_core
 from nanovllm.engine.timing import StepLog
 from nanovllm.serve.core_messages import CoreStats
-from nanovllm.serve.live.snapshots import SNAPSHOT_SECONDS, take_snapshot
+from nanovllm.serve.live.observer import SNAPSHOT_SECONDS
+from nanovllm.serve.live.snapshots import take_snapshot
 
 NUM_STEPS = 400
 ROUNDS = 7

@@ -127,12 +127,12 @@ class RowEngine:
         outputs = [_plain_output(choice | of_prompt) for choice in body["choices"]]
         output = outputs[0]
         if len(outputs) > 1:
-            found = [name for name in PLAIN_FIELDS if any(name in each for each in outputs)]
-            output = {name: [each.get(name) for each in outputs] for name in found}
+            columns = [name for name in PLAIN_FIELDS if any(name in each for each in outputs)]
+            output = {name: [each.get(name) for each in outputs] for name in columns}
         result = {"index": row.index, **output, "usage": body["usage"]}
         taken = result.keys() | row.fields.keys()
-        kept = {_free_name(k, taken) if k in result else k: v for k, v in row.fields.items()}
-        return {**kept, **result}
+        inputs = {_free_name(k, taken) if k in result else k: v for k, v in row.fields.items()}
+        return {**inputs, **result}
 
     async def _respond(self, index: int, url: str, body: dict[str, Any]) -> dict[str, Any]:
         kind, create = ROUTES[url]
@@ -171,8 +171,8 @@ def _reproducible(value: Any, index: int, ids: dict[str, str], name: str = "") -
     if callable(value):
         value = value()
     if isinstance(value, dict):
-        kept = {key: each for key, each in value.items() if key not in CACHE_HITS}
-        return {key: _reproducible(each, index, ids, key) for key, each in kept.items()}
+        stable = {key: each for key, each in value.items() if key not in CACHE_HITS}
+        return {key: _reproducible(each, index, ids, key) for key, each in stable.items()}
     if isinstance(value, list) and name != "embedding":
         return [_reproducible(each, index, ids) for each in value]
     if name in IDS and isinstance(value, str):

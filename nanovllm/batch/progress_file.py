@@ -6,17 +6,15 @@ in one write, so a kill leaves at most one partial last line, which the next sta
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import io
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from nanovllm.errors import ConfigError, NanovllmError
+from nanovllm.errors import ConfigError, NanovllmError, file_errors
 
 ROW_ID = "batch_req_"  # an output's id is this and the row's index (OpenAI's batch format)
 
@@ -62,7 +60,7 @@ class ProgressFile:
         """Flush everything to disk, and release the lock."""
         while self._files:
             path, file = self._files.popitem()
-            with file, _naming(path):
+            with file, file_errors("write", path, NanovllmError):
                 os.fsync(file)
 
     def _append(self, path: Path, index: int, line: dict[str, Any]) -> None:
@@ -70,7 +68,7 @@ class ProgressFile:
         # UTF-8 cannot encode a lone surrogate, but JSON can escape it.
         data = text.encode("utf-8", "backslashreplace") + b"\n"
         file = self._file(path)
-        with _naming(path):
+        with file_errors("write", path, NanovllmError):
             num_written = file.write(data)
             if num_written != len(data):  # remove the partial line: no other line may follow it
                 file.truncate(os.fstat(file.fileno()).st_size - num_written)
@@ -81,10 +79,8 @@ class ProgressFile:
         if path not in self._files:
             if path.exists() and not path.is_file():
                 raise ConfigError(f"cannot write {path}: a batch job needs a regular file")
-            try:
+            with file_errors("write", path):
                 self._files[path] = io.FileIO(path, "a")
-            except OSError as error:
-                raise ConfigError(f"cannot write {path}: {error.strerror}") from error
         return self._files[path]
 
     def _lock(self) -> None:
@@ -102,7 +98,7 @@ class ProgressFile:
             if self.output.stat().st_size or self.errors.exists():
                 raise ConfigError(f"{self.output} exists and does not belong to a job{again}")
             temporary = self._settings_path.with_suffix(".tmp")
-            with _naming(self._settings_path):
+            with file_errors("write", self._settings_path, NanovllmError):
                 temporary.write_text(json.dumps(settings), encoding="utf-8")
                 temporary.replace(self._settings_path)
             return
@@ -140,12 +136,3 @@ def _row_index(line: bytes) -> int:
     if int(index) < 0:
         raise IndexError
     return int(index)
-
-
-@contextlib.contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Add the file's name to errors raised while it is written, for example if the disk is full."""
-    try:
-        yield
-    except OSError as error:
-        raise NanovllmError(f"cannot write {path}: {error.strerror}") from error

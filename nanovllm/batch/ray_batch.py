@@ -39,19 +39,19 @@ def place_engines(config: EngineConfig, num_engines: int | None = None) -> Engin
     gpus = [int(each.get("GPU", 0)) for each in resources]
     if config.device != "cpu" and any(gpus):
         each, fitting = {"num_gpus": num_ranks}, sum(count // num_ranks for count in gpus)
-        wanted = num_engines or max(fitting, 1)
+        num_engines = num_engines or max(fitting, 1)
     else:
         cpus = [int(each["CPU"]) for each in resources if each.get("CPU", 0) >= 1]
-        wanted = num_engines or len(cpus)
-        num_cpus = max(min([*cpus, sum(cpus) // max(wanted, 1)]), 1)
+        num_engines = num_engines or len(cpus)
+        num_cpus = max(min([*cpus, sum(cpus) // max(num_engines, 1)]), 1)
         each, fitting = {"num_cpus": num_cpus}, sum(count // num_cpus for count in cpus)
-    if not 1 <= wanted <= fitting:
+    if not 1 <= num_engines <= fitting:
         needs = ", ".join(f"{name}={count:g}" for name, count in each.items())
         raise ConfigError(
-            f"{wanted} engines with {needs} each do not fit on the Ray cluster, which has room for "
-            f"{fitting}"
+            f"{num_engines} engines with {needs} each do not fit on the Ray cluster, which has "
+            f"room for {fitting}"
         )
-    return EnginePlacement(wanted, each)
+    return EnginePlacement(num_engines, each)
 
 
 class RowActor:
@@ -92,7 +92,7 @@ class RayEngine:
             scheduling_strategy="SPREAD",
         )
         self.actors = [make(RowActor).remote(options) for _ in range(placement.num_engines)]
-        # A slot is (index within its engine, engine number); taking the lowest spreads rows evenly.
+        # A permit is (index within its engine, engine number); taking the lowest spreads the rows.
         self.free: asyncio.PriorityQueue[tuple[int, int]] = asyncio.PriorityQueue()
         self._waiting: dict[asyncio.Task[None], int] = {}  # task -> engine that it waits for
         self._error: Exception | None = None  # set when no more rows can be completed
@@ -102,22 +102,22 @@ class RayEngine:
 
     async def __call__(self, row: Row) -> dict[str, Any]:
         for _ in range(MAX_TRIES):
-            slot = await self.free.get()
+            permit = await self.free.get()
             if self._error is not None:
-                self.free.put_nowait(slot)  # the next waiter raises the error too
+                self.free.put_nowait(permit)  # the next waiter raises the error too
                 raise self._error
             try:
-                line: dict[str, Any] = await self.actors[slot[1]].process.remote(row)
+                line: dict[str, Any] = await self.actors[permit[1]].process.remote(row)
             except RayError as error:  # the row failed, or its engine, process or node is lost
                 reason = error.cause if isinstance(error, RayTaskError) else error
                 if isinstance(error, RayTaskError) and not isinstance(reason, EngineError):
-                    self.free.put_nowait(slot)
+                    self.free.put_nowait(permit)
                     raise reason from None
-                if slot[1] not in self._waiting.values():
+                if permit[1] not in self._waiting.values():
                     logger.warning("an engine was lost; its rows move to other engines: %s", reason)
-                self._free_when_ready(slot)
+                self._free_when_ready(permit)
             else:
-                self.free.put_nowait(slot)
+                self.free.put_nowait(permit)
                 return line
         text = f"{MAX_TRIES} engines were lost while they processed row {row.index}"
         raise EngineError(f"{text}; the last error: {reason}")
@@ -129,14 +129,14 @@ class RayEngine:
         for actor in self.actors:
             ray.kill(actor)
 
-    def _free_when_ready(self, slot: tuple[int, int]) -> None:
-        task = asyncio.create_task(self._wait(slot))
-        self._waiting[task] = slot[1]
+    def _free_when_ready(self, permit: tuple[int, int]) -> None:
+        task = asyncio.create_task(self._wait(permit))
+        self._waiting[task] = permit[1]
         task.add_done_callback(self._waiting.pop)
 
-    async def _wait(self, slot: tuple[int, int]) -> None:
+    async def _wait(self, permit: tuple[int, int]) -> None:
         try:
-            await self.actors[slot[1]].ready.remote()
+            await self.actors[permit[1]].ready.remote()
         except RayError as error:  # the engine cannot be started
             self._error = error.cause if isinstance(error, RayTaskError) else error
-        self.free.put_nowait(slot)
+        self.free.put_nowait(permit)

@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from nanovllm.errors import ConfigError
+from nanovllm.errors import ConfigError, file_errors
 
 MAX_WINDOW_ROWS = 4096
 READ_BYTES = 2**20
@@ -106,7 +106,5 @@ def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _open(path: Path) -> Any:
-    try:
+    with file_errors("read", path):
         return open(path, "rb")
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from nanovllm.checkpoint.folder_files import check_regular, read_json
+from nanovllm.config import ConfigJson
 from nanovllm.engine.step import Pooling
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 
@@ -50,7 +49,7 @@ def read_embedding_modules(folder: Path) -> EmbeddingModules | None:
     return EmbeddingModules(_read_pooling(read_json(poolings[0] / "config.json")), dense)
 
 
-def _read_pooling(config: Mapping[str, Any]) -> Pooling:
+def _read_pooling(config: ConfigJson) -> Pooling:
     modes = config.get("pooling_mode")
     if modes is None:
         flags = [name for name in config if name.startswith("pooling_mode_") and config[name]]

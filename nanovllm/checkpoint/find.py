@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from nanovllm.checkpoint.hub import fetch, packaged_gguf
 from nanovllm.checkpoint.multimodal import text_config
 from nanovllm.checkpoint.quantization import ROUND_TO_FP8, choose_quantization
 from nanovllm.checkpoint.quantized.weight_format import Quantization
+from nanovllm.config import ConfigJson
 from nanovllm.errors import CheckpointError, ConfigError
 
 BUILT_IN = "smollm2"
@@ -35,8 +36,8 @@ class Checkpoint:
     """Everything known about a model before its weights are read."""
 
     path: Path  # the folder, or the GGUF file
-    config: Mapping[str, Any]  # in the layout of config.json, also for GGUF
-    generation_config: Mapping[str, Any]
+    config: ConfigJson  # in the layout of config.json, also for GGUF
+    generation_config: ConfigJson
     weight_files: tuple[Path, ...]
     quantization: Quantization | None = None  # None: float, GGUF or MXFP4 weights
     embedding: EmbeddingModules | None = None  # set if the model only embeds
@@ -52,17 +53,17 @@ class Checkpoint:
         return self.quantization is not None and self.quantization != ROUND_TO_FP8
 
 
-def stores_quantized(config: Mapping[str, Any]) -> bool:
+def stores_quantized(config: ConfigJson) -> bool:
     """Return whether the config declares quantized weights, in any format but MXFP4."""
     return bool(stored_quantization(config) or config.get(gguf.BLOCK_TYPES_KEY))
 
 
-def stored_quantization(config: Mapping[str, Any]) -> Any:
+def stored_quantization(config: ConfigJson) -> Any:
     """Return `quantization_config`, or None for MXFP4 weights, which transformers dequantizes."""
     return None if is_mxfp4(config) else config.get("quantization_config")
 
 
-def is_mxfp4(config: Mapping[str, Any]) -> bool:
+def is_mxfp4(config: ConfigJson) -> bool:
     """Return whether this is GPT-OSS with its experts in MXFP4."""
     stored = config.get("quantization_config")
     is_gpt_oss = config.get("architectures") == ["GptOssForCausalLM"]
@@ -76,7 +77,7 @@ def find_checkpoint(
     need_weights: bool = True,
     need_tokenizer: bool = True,
     quantization: str | None = None,
-    check: Callable[[Mapping[str, Any]], object] = lambda config: None,
+    check: Callable[[ConfigJson], object] = lambda config: None,
 ) -> Checkpoint:
     """Locate a model, on the hub if it is not on this machine, and read its configuration.
 
@@ -175,7 +176,7 @@ def _read_embedding(folder: Path) -> EmbeddingModules | None:
     return read_embedding_modules(folder) if (folder / "modules.json").is_file() else None
 
 
-def _read_config(file: Path) -> Mapping[str, Any]:
+def _read_config(file: Path) -> ConfigJson:
     """Read config.json; for a multimodal model, return the config of its text model."""
     return text_config(read_json(file))
 
@@ -186,8 +187,8 @@ def _read_generation_config(folder: Path) -> dict[str, Any]:
 
 
 def _weight_files(folder: Path) -> tuple[Path, ...]:
-    found = (sorted(folder.glob(pattern)) for pattern in _WEIGHTS)
-    files = next((files for files in found if files), [])
+    candidates = (sorted(folder.glob(pattern)) for pattern in _WEIGHTS)
+    files = next((files for files in candidates if files), [])
     if not files or (len(files) > 1 and files[0].suffix == ".gguf"):
         raise CheckpointError(
             f"{folder} has no weights: looked for *.safetensors, pytorch_model.bin or one *.gguf, "

@@ -155,12 +155,12 @@ class Metadata:
     def check_keys(self) -> None:
         """Raise UnsupportedModelError for unknown keys and tensors that may change the output."""
         architecture, prefix = ARCHITECTURES[self.architecture], f"{self.architecture}."
-        known = {*architecture.numbers, *([_WINDOWS] if architecture.lists_windows else [])}
+        own_keys = {*architecture.numbers, *([_WINDOWS] if architecture.lists_windows else [])}
         keys = [key.removeprefix(prefix) for key in self.reader.fields if key.startswith(prefix)]
         unknown = [
-            prefix + key for key in keys if key not in known and not _KNOWN_KEYS.fullmatch(key)
+            prefix + key for key in keys if key not in own_keys and not _KNOWN_KEYS.fullmatch(key)
         ]
-        if "expert_count" not in known and self.number("expert_count", 0):
+        if "expert_count" not in own_keys and self.number("expert_count", 0):
             unknown.append(f"{prefix}expert_count")
         unknown += [t.name for t in self.reader.tensors if t.name in _LONGROPE_FACTORS]
         if unknown:
@@ -172,9 +172,9 @@ def _head_dim(metadata: Metadata) -> int:
     head_dim = number("attention.key_length", 0)
     head_dim = head_dim or number("embedding_length") // (number("attention.head_count") or 1)
     # An architecture that reads a key itself, such as one with partial rotation, allows any value.
-    known = ARCHITECTURES[metadata.architecture].numbers
+    own_keys = ARCHITECTURES[metadata.architecture].numbers
     for key in ("attention.value_length", "rope.dimension_count"):
-        if key not in known and number(key, head_dim) != head_dim:
+        if key not in own_keys and number(key, head_dim) != head_dim:
             raise UnsupportedModelError(
                 f"{metadata.path}: {metadata.architecture}.{key} is {number(key)}, but a head has "
                 f"{head_dim} dimensions; only equal sizes are supported"

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from nanovllm.config import ConfigJson
+
 # Configs of GGUF files may have this key; config.json never does. If it is set, value head i uses
 # key head i % num_key_heads; otherwise, the value heads that share a key head are adjacent.
 TILED_HEADS_KEY = "gguf_tiled_value_heads"
@@ -30,17 +32,11 @@ class Architecture:
     # Intermediate size if the file has none; None: it is required, 0: there is no dense MLP.
     default_size: int | None = None
     lists_windows: bool = False  # whether files may list the layers with a sliding window
-    derive: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda config: {}
+    derive: Callable[[ConfigJson], dict[str, Any]] = lambda config: {}
 
 
 _QK = ("attn_q", "attn_k")
 _NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
-_GEMMA_NORMS = {
-    "attn_norm": "input_layernorm",
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
 _GLM4_NORMS = {
     "attn_norm": "input_layernorm",
     "post_attention_norm": "post_self_attn_layernorm",
@@ -50,6 +46,11 @@ _GLM4_NORMS = {
 _POST_NORMS = {
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
+}
+_GEMMA_NORMS = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    **_POST_NORMS,
 }
 _ATTENTION = {
     "attn_q": "self_attn.q_proj",
@@ -110,24 +111,20 @@ _DELTA_NET_NUMBERS = {
 _WINDOW = {"attention.sliding_window": ("sliding_window", 0)}
 
 
-def _gemma3_layers(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return fields that GGUF does not store: the sliding-window pattern and attention scale."""
+def _gemma_scale(config: ConfigJson) -> dict[str, Any]:
+    """Return the attention scale, which GGUF does not store; the 27B models have different ones."""
     scalar = config["head_dim"]
-    if config["num_hidden_layers"] == 62:
-        scalar = config["hidden_size"] // (config["num_attention_heads"] or 1)
-    period = 6 if config["sliding_window"] else 1
-    return {"sliding_window_pattern": period, "query_pre_attn_scalar": scalar}
-
-
-def _gemma2_scale(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the attention scale, which GGUF does not store; the 27B model has a different one."""
-    scalar = config["head_dim"]
-    if config["num_hidden_layers"] == 46:
+    if config["num_hidden_layers"] == (46 if config["model_type"] == "gemma2" else 62):
         scalar = config["hidden_size"] // (config["num_attention_heads"] or 1)
     return {"query_pre_attn_scalar": scalar}
 
 
-def _mistral3_rope(config: Mapping[str, Any]) -> dict[str, Any]:
+def _gemma3_fields(config: ConfigJson) -> dict[str, Any]:
+    """Return fields that GGUF does not store: the sliding-window pattern and attention scale."""
+    return {"sliding_window_pattern": 6 if config["sliding_window"] else 1, **_gemma_scale(config)}
+
+
+def _mistral3_rope(config: ConfigJson) -> dict[str, Any]:
     if (scaling := config["rope_scaling"]) is None:
         return {}
     factors = {
@@ -138,11 +135,11 @@ def _mistral3_rope(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"rope_scaling": {**scaling, **factors}}
 
 
-def _rotary_factor(config: Mapping[str, Any]) -> dict[str, Any]:
+def _rotary_factor(config: ConfigJson) -> dict[str, Any]:
     return {"partial_rotary_factor": (config["rotary_dim"] or 0) / (config["head_dim"] or 1)}
 
 
-def _delta_net_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+def _delta_net_fields(config: ConfigJson) -> dict[str, Any]:
     """Return derived fields; num_hidden_layers excludes layers for multi-token prediction."""
     num_heads = config["linear_num_value_heads"] or 1
     return {
@@ -153,7 +150,7 @@ def _delta_net_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _olmo3_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+def _olmo3_fields(config: ConfigJson) -> dict[str, Any]:
     """Return the fields of OLMo 3: its files declare olmo2, but also have a sliding window."""
     if not config["sliding_window"]:
         return {}
@@ -209,7 +206,7 @@ ARCHITECTURES = {
             "final_logit_softcapping": ("final_logit_softcapping", 30.0),
         },
         constants={"hidden_activation": "gelu_pytorch_tanh"},
-        derive=_gemma2_scale,
+        derive=_gemma_scale,
     ),
     "gemma3": Architecture(
         "Gemma3ForCausalLM",
@@ -218,7 +215,7 @@ ARCHITECTURES = {
         norm_offset=1.0,
         numbers=_WINDOW | {"rope.freq_base_swa": ("rope_local_base_freq", 10000.0)},
         constants={"hidden_activation": "gelu_pytorch_tanh"},
-        derive=_gemma3_layers,
+        derive=_gemma3_fields,
     ),
     "mistral3": Architecture(
         "Ministral3ForCausalLM",

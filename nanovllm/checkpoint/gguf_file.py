@@ -44,11 +44,11 @@ def open_gguf(path: Path, has_lists: bool = True) -> GGUFReader:
 
 def field(reader: GGUFReader, key: str, default: Any = None, kind: Any = object) -> Any:
     """Return a metadata value as plain Python, or the default when the key is absent."""
-    found = reader.get_field(key)
-    if found is None:
+    entry = reader.get_field(key)
+    if entry is None:
         return default
     try:
-        value = found.contents()
+        value = entry.contents()
     except ValueError as error:
         raise CheckpointError(f"GGUF metadata {key} is not text ({error})") from error
     if not isinstance(value, kind):

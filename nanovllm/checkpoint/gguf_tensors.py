@@ -79,8 +79,8 @@ def _read(
         data, kind = to_float(data, kind), type(kind).F32
     step = 1 if num_heads is None else shape[0] // num_heads
     num_rows = max(PIECE_ELEMENTS // math.prod(shape[1:]) // step, 1) * step
-    wanted, *columns = index or (slice(None),)
-    begin, end, _ = wanted.indices(shape[0])
+    row_slice, *columns = index or (slice(None),)
+    begin, end, _ = row_slice.indices(shape[0])
     for first in range(begin, end, num_rows):
         rows = data[first : min(first + num_rows, end)]
         array = np.array(rows) if kind is None else to_float(rows, kind)

@@ -75,8 +75,8 @@ def build_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     special_tokens = {name: token for name, token in roles.items() if token is not None}
     marked = _marked_tokens(vocabulary)
     tokenizer.add_tokens(marked)
-    known = {token.content for token in marked}
-    tokenizer.add_special_tokens([t for t in special_tokens.values() if t not in known])
+    marked_texts = {token.content for token in marked}
+    tokenizer.add_special_tokens([t for t in special_tokens.values() if t not in marked_texts])
     before = ["bos_token"] if add_bos else []
     after = ["eos_token"] if add_eos and "eos_token" in special_tokens else []
     tokenizer.post_processor = _surround(tokenizer, special_tokens, before, after)
@@ -128,8 +128,8 @@ class _Vocabulary:
 
     def column(self, key: str, kind: type, default: Sequence[Any] = ()) -> Sequence[Any]:
         """Return a metadata list, which must have one value per token."""
-        found = list_field(self.reader, f"tokenizer.ggml.{key}", kind)
-        values = default if found is None else found
+        stored = list_field(self.reader, f"tokenizer.ggml.{key}", kind)
+        values = default if stored is None else stored
         if len(values) != len(self.tokens):
             raise CheckpointError(
                 f"{self.path} has {len(values)} values in tokenizer.ggml.{key} for "

@@ -89,8 +89,8 @@ def parse_name(model: str) -> tuple[str, str, str]:
 
 def quantization_of(file: str) -> str | None:
     """Return the quantization of a GGUF file according to its name."""
-    found = _QUANTIZATION.search(file)
-    return found and found[1].upper()
+    match = _QUANTIZATION.search(file)
+    return match and match[1].upper()
 
 
 def format_size(num_bytes: int) -> str:

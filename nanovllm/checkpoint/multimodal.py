@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nanovllm.checkpoint.stored_tensors import StoredTensor
+    from nanovllm.config import ConfigJson
+from nanovllm.checkpoint.stored_tensors import StoredTensor
 
 # The architectures of multimodal models, and whether transformers ties their embeddings by default.
 IS_TIED = {
@@ -36,7 +37,7 @@ ROPES = ("rope_parameters", "rope_scaling")
 TEXT_PREFIX = re.compile(r"^(model\.)?language_model\.")
 
 
-def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def text_config(config: ConfigJson) -> ConfigJson:
     """Return the config of the text model; return `config` itself if either class is unknown."""
     names, text = config.get("architectures"), config.get("text_config")
     text = config if text is None else text  # Qwen2-VL and 2.5 are published without text_config

@@ -15,18 +15,18 @@ from nanovllm.errors import ConfigError
 ROUND_TO_FP8 = Quantization("fp8", RoundToFp8())
 
 
-def choose_quantization(asked: str | None, stored: object) -> Quantization | None:
+def choose_quantization(requested: str | None, stored: object) -> Quantization | None:
     """Return the quantization in `quantization_config`, or the one that the user requested."""
     quantization = read_quantization(stored)
-    if asked is None or (quantization is not None and quantization.method == asked):
+    if requested is None or (quantization is not None and quantization.method == requested):
         return quantization
-    if quantization is None and asked == "fp8":
+    if quantization is None and requested == "fp8":
         return ROUND_TO_FP8
     if quantization is None:
         what = "has no quantized weights; only quantization='fp8' quantizes them while it loads"
     else:
         what = f"is quantized by {quantization.method}"
-    raise ConfigError(f"quantization={asked!r}: this checkpoint {what}; leave the option out")
+    raise ConfigError(f"quantization={requested!r}: this checkpoint {what}; leave the option out")
 
 
 def read_quantization(stored: object) -> Quantization | None:
@@ -63,8 +63,11 @@ def _read_compressed(stored: Mapping[str, Any]) -> Quantization:
 
 def _check_activations(inputs: Any, layout: str) -> None:
     """Raise unless input_activations is empty or, with FP8 weights, dynamic FP8 (then ignored)."""
-    known = {"num_bits": 8, "type": "float", "dynamic": True}
-    if inputs and (layout == "pack-quantized" or any(inputs[key] != known[key] for key in known)):
+    dynamic_fp8 = {"num_bits": 8, "type": "float", "dynamic": True}
+    if inputs and (
+        layout == "pack-quantized"
+        or any(inputs[key] != value for key, value in dynamic_fp8.items())
+    ):
         raise unsupported(f"input_activations {inputs!r:.120}", "dynamic FP8 with FP8 weights")
 
 

@@ -75,27 +75,27 @@ def run(args: argparse.Namespace) -> int:
     config = engine_config(args)
     set_child_threads(args.threads, config)
     server = server_options(args, config.model, {})  # read files here: engines may run elsewhere
-    found = scan(args.input)
+    scanned = scan(args.input)
     for path in (Path(f"{args.output}{suffix}") for suffix in ("", ".errors.jsonl", ".job.json")):
         if path.exists() and path.samefile(args.input):
             raise ConfigError(f"{path} is the input; choose another file for the output")
     settings = {name: getattr(args, name) for name in SETTINGS}
     # On resume, files are compared by content, not by path.
-    settings |= {"model": config.model, "input": found.digest}
+    settings |= {"model": config.model, "input": scanned.digest}
     settings["chat_template"] = server.chat_template
     if args.generation_config not in ("auto", "vllm"):
         settings["generation_config"] = server.sampling_defaults
     options = RowOptions(config, server, args.max_tokens, args.raw)
-    progress_file = ProgressFile(args.output, settings, found.num_rows, args.overwrite)
+    progress_file = ProgressFile(args.output, settings, scanned.num_rows, args.overwrite)
     try:
-        if progress_file.num_done < found.num_rows:
+        if progress_file.num_done < scanned.num_rows:
             asyncio.run(_process_rows(args, options, progress_file))
     except (KeyboardInterrupt, NanovllmError):
         print("Run the same command again to resume.", file=sys.stderr)
         raise
     finally:
         progress_file.close()
-    num_errors, num_rows = progress_file.num_errors, found.num_rows
+    num_errors, num_rows = progress_file.num_errors, scanned.num_rows
     errors = f", {num_errors} failed (see {progress_file.errors})" if num_errors else ""
     print(f"{num_rows - num_errors} of {num_rows} rows completed in {args.output}{errors}",
           file=sys.stderr)  # fmt: skip

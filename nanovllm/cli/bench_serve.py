@@ -127,7 +127,7 @@ async def send_all(
     """Send every prompt once, as the rate and the concurrency limit allow."""
     from tqdm import tqdm
 
-    slots = asyncio.Semaphore(load.concurrency or (16 if load.rate is None else len(prompts)))
+    permits = asyncio.Semaphore(load.concurrency or (16 if load.rate is None else len(prompts)))
     rng, begin = random.Random(load.seed), time.perf_counter()
     fields = {"model": model, "max_tokens": load.max_tokens}
 
@@ -135,7 +135,7 @@ async def send_all(
         try:
             done.append(await measure(client, prompt, fields, begin))
         finally:
-            slots.release()
+            permits.release()
             bar.update()
 
     tasks, due = [], begin
@@ -144,7 +144,7 @@ async def send_all(
             if load.rate is not None:
                 due += rng.expovariate(load.rate)
                 await asyncio.sleep(max(0.0, due - time.perf_counter()))
-            await slots.acquire()
+            await permits.acquire()
             tasks.append(asyncio.create_task(send(prompt)))
         await asyncio.gather(*tasks)
 

@@ -27,7 +27,7 @@ from nanovllm.cli import options
 from nanovllm.cli.exit_code import print_error
 from nanovllm.cli.output import RunStats, in_order, print_in_order, why_empty
 from nanovllm.cli.start import has_chat_template, open_model
-from nanovllm.errors import ConfigError, RequestError
+from nanovllm.errors import ConfigError, RequestError, file_errors
 from nanovllm.outputs import RequestOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.client import HttpLLM
@@ -136,12 +136,11 @@ def _is_piped() -> bool:
 
 def _read(file: str | int) -> str:
     """Read a file or stdin (0); normalize line endings, and strip trailing newlines."""
-    try:
-        with open(file, encoding="utf-8-sig", errors="replace", closefd=file != 0) as lines:
-            return lines.read().rstrip("\n")
-    except OSError as error:
-        source = "stdin" if file == 0 else file
-        raise ConfigError(f"cannot read prompts from {source}: {error.strerror}") from error
+    with (
+        file_errors("read prompts from", "stdin" if file == 0 else file),
+        open(file, encoding="utf-8-sig", errors="replace", closefd=file != 0) as lines,
+    ):
+        return lines.read().rstrip("\n")
 
 
 def _stream(

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias, get_args, get_origin, get_type_hints
 
 from nanovllm.config import WHOLE_CONTEXT, EngineConfig
 from nanovllm.engine.engine_options import FLAGS, VLLM_OPTIONS, ignored_notes
-from nanovllm.errors import ConfigError
+from nanovllm.errors import ConfigError, file_errors
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.server_options import read_text as read_text
 from nanovllm.validation import choices_of
@@ -74,11 +74,11 @@ def _add_option(add: Callable[..., Any], field: Field[Any], hint: Any, default: 
     text = f"{field.metadata['help']} (default: {default_text(field, default)})"
     flags = filter(None, [_flag(field.name), field.metadata.get("alias")])
     action = add(*flags, dest=field.name, help=text, **options)
-    given = os.environ.get(field.metadata.get("env", ""))
+    env_value = os.environ.get(field.metadata.get("env", ""))
     if default == ():  # an empty API key is kept, and rejected: it must not open the server
-        action.default = default if given is None else (given,)
+        action.default = default if env_value is None else (env_value,)
     else:
-        action.default = given or default
+        action.default = env_value or default
 
 
 def dashed(argv: Sequence[str]) -> list[str]:
@@ -164,11 +164,8 @@ def add_sampling_options(parser: ArgumentParser, **defaults: Any) -> None:
 def append_json(path: str | None, *results: dict[str, Any]) -> None:
     """Append JSON lines to a file, if given; without results, check that it is writable."""
     if path is not None:
-        try:
-            with open(path, "a", encoding="utf-8") as file:
-                file.writelines(json.dumps(each) + "\n" for each in results)
-        except OSError as error:
-            raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+        with file_errors("write", path), open(path, "a", encoding="utf-8") as file:
+            file.writelines(json.dumps(each) + "\n" for each in results)
 
 
 def model_of(args: Namespace) -> str:
@@ -203,8 +200,8 @@ def sampling_params(args: Namespace) -> SamplingParams:
 
 def fields_in(args: Namespace, record: type) -> dict[str, Any]:
     """Return the parsed options that are fields of a dataclass."""
-    given = {each.name: getattr(args, each.name) for each in fields(record) if each.name in args}
-    return {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
+    values = {each.name: getattr(args, each.name) for each in fields(record) if each.name in args}
+    return {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
 
 
 def _check_foreign_flags(args: argparse.Namespace) -> None:

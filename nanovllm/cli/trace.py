@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 from nanovllm.cli.options import Commands, add_command, add_server_options, positive
-from nanovllm.errors import ConfigError
+from nanovllm.errors import file_errors
 from nanovllm.serve.client import OpenAIClient
 
 
@@ -35,10 +35,8 @@ def add_parser(commands: Commands) -> None:
 def run(args: argparse.Namespace) -> int:
     client = OpenAIClient(args.url, args.api_key)
     trace = asyncio.run(client.get(f"/trace?seconds={args.seconds:g}", args.seconds + 60))
-    try:
+    with file_errors("write", args.out):
         Path(args.out).write_text(json.dumps(trace), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write {args.out}: {error.strerror}") from error
     num_steps = sum(event["name"] == "submit" for event in trace["traceEvents"])
     print(f"{args.out}: {num_steps} steps; open it at https://ui.perfetto.dev", file=sys.stderr)
     return 0

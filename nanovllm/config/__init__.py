@@ -9,6 +9,7 @@ from nanovllm.config.engine_config import (
     serving_target,
 )
 from nanovllm.config.model_config import (
+    ConfigJson,
     ExpertsConfig,
     LayerAttention,
     ModelConfig,
@@ -22,6 +23,7 @@ __all__ = [
     "DTYPES",
     "QUANTIZATION_METHODS",
     "WHOLE_CONTEXT",
+    "ConfigJson",
     "EngineConfig",
     "ExpertsConfig",
     "LayerAttention",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
+
+ConfigJson: TypeAlias = Mapping[str, Any]  # the content of a config.json, or of one of its objects
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +99,7 @@ class ModelConfig:
     recurrent: RecurrentConfig | None = None
     is_causal: bool = True  # False: tokens attend to later ones too; only for embedding models
     # config.json if transformers' model code runs the model; None if nanovllm's own does.
-    transformers_config: Mapping[str, Any] | None = None
+    transformers_config: ConfigJson | None = None
 
     @property
     def num_weights_per_token(self) -> int:

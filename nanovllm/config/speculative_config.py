@@ -24,9 +24,9 @@ class SpeculativeConfig:
     def read(cls, options: Mapping[str, Any]) -> SpeculativeConfig:
         """Check the options and return them as a record."""
         require(isinstance(options, Mapping), "speculative_config", "a dict", options, ConfigError)
-        known = [each.name for each in fields(cls)]
+        names = [each.name for each in fields(cls)]
         for name in options:
-            require(name in known, "speculative_config", f"a dict of {known}", name, ConfigError)
+            require(name in names, "speculative_config", f"a dict of {names}", name, ConfigError)
         config = cls(**{"method": None, **options})
         check_choices(config)
         has_model = isinstance(config.model, str) and config.model != ""

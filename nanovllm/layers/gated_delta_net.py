@@ -95,8 +95,8 @@ class GatedDeltaNet(Layer):
         assert rows is not None
         output = self.ops.gated_delta_net(inputs, self.weights, state, rows)
         # In the last layer, tokens without logits only need to update the state.
-        if self.is_last and (kept := batch.sampled) is not None:
-            output, residual = output[kept.index], residual[kept.index]
+        if self.is_last and (sampled := batch.sampled) is not None:
+            output, residual = output[sampled.index], residual[sampled.index]
         return output, residual
 
     def expected_tensors(self, path: str) -> dict[str, ExpectedTensor]:

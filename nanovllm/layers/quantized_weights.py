@@ -35,9 +35,9 @@ def create_quantized(
     uniform, or if no kernel supports the layouts or this shard.
     """
     assert build.layouts is not None
-    found = [build.layouts(f"{parent}{name}") for name in outputs]
-    layouts = [layout for layout in found if layout is not None]
-    if len(layouts) < len(found) or (is_uniform and len(set(layouts)) > 1):
+    maybe_layouts = [build.layouts(f"{parent}{name}") for name in outputs]
+    layouts = [layout for layout in maybe_layouts if layout is not None]
+    if len(layouts) < len(maybe_layouts) or (is_uniform and len(set(layouts)) > 1):
         return None
     if not layouts[0].block_bytes:
         layout = common_layout(layouts, inputs)

@@ -6,9 +6,8 @@ from torch import Tensor
 
 from nanovllm.attention.backend import AttentionSpec
 from nanovllm.config import ModelConfig
-from nanovllm.layers.all_heads_norm import AllHeadsNorm
 from nanovllm.layers.build import BuildContext, ForwardBatch, Layer
-from nanovllm.layers.layernorm import QKNorm, RMSNorm
+from nanovllm.layers.layernorm import AllHeadsNorm, QKNorm, RMSNorm
 from nanovllm.layers.linear import MergedLinear, RowParallelLinear
 from nanovllm.layers.rotary_embedding import order_heads, rope_order
 from nanovllm.layers.shards import replicated, sharded, split_kv_heads
@@ -67,9 +66,9 @@ class SelfAttention(Layer):
         self.ops.rope_write(qkv, qk_norm, rope, batch.positions, cache, batch.slot_mapping)
         q = qkv[:, : self.num_heads]
         # In the last layer, tokens without logits only need their keys and values cached.
-        if self.is_last and (kept := batch.sampled) is not None:
-            q, residual, plan = q[kept.index], residual[kept.index], kept.attention
-            gate = gate[kept.index]
+        if self.is_last and (sampled := batch.sampled) is not None:
+            q, residual, plan = q[sampled.index], residual[sampled.index], sampled.attention
+            gate = gate[sampled.index]
         output = self.attention.attend(q, cache, plan, self.spec).flatten(1)
         if self.num_gates:
             output = self.ops.multiply_sigmoid(output, gate)

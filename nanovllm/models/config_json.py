@@ -10,7 +10,7 @@ from dataclasses import fields
 from typing import Any, Literal
 
 from nanovllm.checkpoint.quantization import read_quantization
-from nanovllm.config import DTYPES, LayerAttention, ModelConfig, RopeConfig
+from nanovllm.config import DTYPES, ConfigJson, LayerAttention, ModelConfig, RopeConfig
 from nanovllm.errors import CheckpointError, ConfigError, UnsupportedModelError
 from nanovllm.validation import check_types
 
@@ -47,7 +47,7 @@ ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {
 }
 
 
-def check_fields(config: Mapping[str, Any]) -> None:
+def check_fields(config: ConfigJson) -> None:
     """Raise CheckpointError for sizes of the wrong type or range; null counts as missing."""
     for name, (low, high) in SIZES.items():
         value = config.get(name)
@@ -87,7 +87,7 @@ def _check_numbers(record: Any) -> None:
             raise ConfigError(f"{name} must be above 0, got {value}")
 
 
-def read_model_config(config: Mapping[str, Any]) -> ModelConfig:
+def read_model_config(config: ConfigJson) -> ModelConfig:
     """Read the fields that all families share; a family's own file reads the rest.
 
     Unsupported settings that would change the output raise an error that names them.
@@ -134,7 +134,7 @@ def read_model_config(config: Mapping[str, Any]) -> ModelConfig:
     )
 
 
-def read_architecture(config: Mapping[str, Any]) -> str:
+def read_architecture(config: ConfigJson) -> str:
     names = config.get("architectures")
     if not isinstance(names, list | tuple) or len(names) != 1 or not isinstance(names[0], str):
         raise CheckpointError(
@@ -145,7 +145,7 @@ def read_architecture(config: Mapping[str, Any]) -> str:
     return BODIES.get(name) or re.sub("Model$", "ForCausalLM", name)
 
 
-def read_rope_config(config: Mapping[str, Any]) -> RopeConfig:
+def read_rope_config(config: ConfigJson) -> RopeConfig:
     """Read `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (4)."""
     if config.get("rope_parameters") and config.get("rope_scaling"):
         raise CheckpointError(
@@ -170,7 +170,7 @@ def read_rope_config(config: Mapping[str, Any]) -> RopeConfig:
     return read_scaled_rope(kind, theta, scaling, config)
 
 
-def field(config: Mapping[str, Any], name: str) -> Any:
+def field(config: ConfigJson, name: str) -> Any:
     if config.get(name) is None:
         raise CheckpointError(
             f"config.json has no {name!r}, which a language model of its kind needs"

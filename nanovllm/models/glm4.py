@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
-from nanovllm.config import LayerAttention, ModelConfig
+from nanovllm.config import ConfigJson, LayerAttention, ModelConfig
 from nanovllm.layers.build import BuildContext
 from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.self_attention import SelfAttention
@@ -22,7 +20,7 @@ NORMS = NormNames(
 )
 
 
-def read_config(config: Mapping[str, Any]) -> ModelConfig:
+def read_config(config: ConfigJson) -> ModelConfig:
     model = read_with_partial_rotary({**DEFAULTS, **config}, 0.5)
     rope = replace(model.layers[0].rope, is_interleaved=True)
     layers = (LayerAttention(rope),) * len(model.layers)

@@ -7,16 +7,14 @@ read the stream, and apart from their eps, they do not depend on its scale.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
-from nanovllm.config import ModelConfig
+from nanovllm.config import ConfigJson, ModelConfig
 from nanovllm.errors import CheckpointError
 from nanovllm.models.config_json import read_model_config
 
 
-def read_config(config: Mapping[str, Any]) -> ModelConfig:
+def read_config(config: ConfigJson) -> ModelConfig:
     model = read_model_config({"rms_norm_eps": 1e-6, **config})
     if not (multiplier := config.get("residual_multiplier", 1.0)) > 0:
         raise CheckpointError(f"config.json: residual_multiplier={multiplier} must be above 0")

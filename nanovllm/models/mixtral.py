@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
-from nanovllm.config import ExpertsConfig, ModelConfig
+from nanovllm.config import ConfigJson, ExpertsConfig, ModelConfig
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.layers.build import BuildContext
 from nanovllm.layers.moe import ExpertNames, SparseMoeBlock
@@ -18,7 +16,7 @@ from nanovllm.models.decoder import DecoderLayer
 NAMES = ExpertNames(gate="w1", up="w3", down="w2")
 
 
-def read_config(config: Mapping[str, Any]) -> ModelConfig:
+def read_config(config: ConfigJson) -> ModelConfig:
     model = mistral.read_window({"rope_theta": 1e6, **config})
     experts = ExpertsConfig(
         num_experts=field(config, "num_local_experts"),
@@ -41,7 +39,6 @@ def with_experts(model: ModelConfig, experts: ExpertsConfig) -> ModelConfig:
 
 
 def build_layer(config: ModelConfig, layer_index: int, build: BuildContext) -> DecoderLayer:
-    assert config.experts is not None
     self_attn = SelfAttention(config, layer_index, build)
-    sparse = SparseMoeBlock(config.hidden_size, config.experts, NAMES, build)
-    return DecoderLayer(config, self_attn, sparse, build, mlp_name="block_sparse_moe")
+    experts = SparseMoeBlock(config, build, NAMES)
+    return DecoderLayer(config, self_attn, experts, build, mlp_name="block_sparse_moe")

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
-from nanovllm.config import ModelConfig
-from nanovllm.layers.all_heads_norm import AllHeadsNorm
+from nanovllm.config import ConfigJson, ModelConfig
 from nanovllm.layers.build import BuildContext
+from nanovllm.layers.layernorm import AllHeadsNorm
 from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.self_attention import SelfAttention
 from nanovllm.models.config_json import read_model_config
@@ -16,11 +14,11 @@ from nanovllm.models.post_norm import PostNormLayer
 from nanovllm.models.sliding_window import mixed_layers
 
 
-def read_config(config: Mapping[str, Any]) -> ModelConfig:
+def read_config(config: ConfigJson) -> ModelConfig:
     return read_model_config({"rms_norm_eps": 1e-5, **config})
 
 
-def read_olmo3_config(config: Mapping[str, Any]) -> ModelConfig:
+def read_olmo3_config(config: ConfigJson) -> ModelConfig:
     """Read OLMo 3: some layers (by default every fourth) have full attention and scaled RoPE.
 
     The others have a sliding window.

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from nanovllm.config import ModelConfig
+from nanovllm.config import ConfigJson, ModelConfig
 from nanovllm.errors import UnsupportedModelError
 from nanovllm.layers.build import BuildContext
 from nanovllm.layers.mlp import GatedMLP
@@ -14,7 +11,7 @@ from nanovllm.models import mistral
 from nanovllm.models.decoder import DecoderLayer
 
 
-def read_config(config: Mapping[str, Any]) -> ModelConfig:
+def read_config(config: ConfigJson) -> ModelConfig:
     model = mistral.read_window(config)
     # YaRN is rejected, too: early Phi-3 checkpoints call longrope "yarn" or "su".
     if (kind := model.layers[0].rope.kind) != "default":

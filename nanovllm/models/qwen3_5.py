@@ -6,24 +6,21 @@ and multi-token prediction (MTP) are not supported; their weights are skipped by
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from nanovllm.checkpoint.gguf_architectures import TILED_HEADS_KEY
-from nanovllm.config import ModelConfig, RecurrentConfig
+from nanovllm.config import ConfigJson, ModelConfig, RecurrentConfig
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.layers.build import BuildContext
 from nanovllm.layers.gated_delta_net import GatedDeltaNet
 from nanovllm.layers.layernorm import QKNorm
-from nanovllm.layers.mlp import GatedMLP
-from nanovllm.layers.moe import SharedExpertMoeBlock
+from nanovllm.layers.moe import build_mlp
 from nanovllm.layers.rotary_embedding import rope_order
 from nanovllm.layers.self_attention import SelfAttention
 from nanovllm.models.config_json import field
 from nanovllm.models.decoder import DecoderLayer
-from nanovllm.models.qwen3_moe import NAMES, read_experts
+from nanovllm.models.qwen3 import read_experts
 from nanovllm.models.rope_scaling import read_with_partial_rotary
 
 LAYER_TYPES = ("linear_attention", "full_attention")
@@ -38,7 +35,7 @@ DEFAULTS = {
 }
 
 
-def read_config(config: Mapping[str, Any]) -> ModelConfig:
+def read_config(config: ConfigJson) -> ModelConfig:
     config = {**DEFAULTS, **config}
     model = read_with_partial_rotary(config, 0.25)
     recurrent = RecurrentConfig(
@@ -58,7 +55,7 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
     return replace(model, norm_offset=1.0, has_output_gate=True, recurrent=recurrent)
 
 
-def read_moe_config(config: Mapping[str, Any]) -> ModelConfig:
+def read_moe_config(config: ConfigJson) -> ModelConfig:
     shared = field(config, "shared_expert_intermediate_size")
     # The config of a model without dense layers may omit their size.
     size = config.get("intermediate_size") or shared
@@ -68,7 +65,7 @@ def read_moe_config(config: Mapping[str, Any]) -> ModelConfig:
     return replace(model, experts=replace(model.experts, shared_size=shared))
 
 
-def _read_recurrent_layers(config: Mapping[str, Any], num_layers: int) -> frozenset[int]:
+def _read_recurrent_layers(config: ConfigJson, num_layers: int) -> frozenset[int]:
     interval = config["full_attention_interval"]
     kinds = config.get("layer_types") or [
         LAYER_TYPES[(i + 1) % interval == 0] for i in range(num_layers)
@@ -89,11 +86,7 @@ def build_layer(
 ) -> DecoderLayer:
     """Build a layer; see GatedDeltaNet for `is_grouped`."""
     assert config.recurrent is not None
-    mlp: GatedMLP | SharedExpertMoeBlock
-    if config.experts is None or layer_index in config.experts.dense_layers:
-        mlp = GatedMLP(config, build)
-    else:
-        mlp = SharedExpertMoeBlock(config, NAMES, build)
+    mlp = build_mlp(config, layer_index, build)
     if layer_index in config.recurrent.layers:
         delta_net = GatedDeltaNet(config, layer_index, build, is_grouped)
         return DecoderLayer(config, delta_net, mlp, build, attention_name="linear_attn")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from nanovllm.config import ModelConfig
+from nanovllm.config import ConfigJson, ModelConfig
 from nanovllm.errors import (
     CheckpointError,
     NanovllmError,
@@ -17,12 +17,10 @@ from nanovllm.errors import (
 )
 from nanovllm.layers.build import BuildContext
 from nanovllm.models import (
-    gemma2,
-    gemma3,
+    gemma,
     glm4,
     granite,
     llama,
-    ministral3,
     mistral,
     mixtral,
     olmo2,
@@ -30,7 +28,6 @@ from nanovllm.models import (
     qwen2,
     qwen3,
     qwen3_5,
-    qwen3_moe,
     smollm3,
 )
 from nanovllm.models.config_json import (
@@ -52,17 +49,17 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class Family:
     build_layer: BuildLayer
-    read_config: Callable[[Mapping[str, Any]], ModelConfig]
+    read_config: Callable[[ConfigJson], ModelConfig]
 
 
 FAMILIES = {
-    "Gemma2ForCausalLM": Family(gemma2.build_layer, gemma2.read_config),
-    "Gemma3ForCausalLM": Family(gemma3.build_layer, gemma3.read_config),
+    "Gemma2ForCausalLM": Family(gemma.build_gemma2_layer, gemma.read_gemma2_config),
+    "Gemma3ForCausalLM": Family(gemma.build_layer, gemma.read_config),
     "Glm4ForCausalLM": Family(glm4.build_layer, glm4.read_config),
     "GlmForCausalLM": Family(glm4.build_glm_layer, glm4.read_config),
     "GraniteForCausalLM": Family(llama.build_layer, granite.read_config),
     "LlamaForCausalLM": Family(llama.build_layer, read_model_config),
-    "Ministral3ForCausalLM": Family(llama.build_layer, ministral3.read_config),
+    "Ministral3ForCausalLM": Family(llama.build_layer, mistral.read_ministral3_config),
     "MistralForCausalLM": Family(llama.build_layer, mistral.read_config),
     "MixtralForCausalLM": Family(mixtral.build_layer, mixtral.read_config),
     "Olmo2ForCausalLM": Family(olmo2.build_layer, olmo2.read_config),
@@ -73,12 +70,12 @@ FAMILIES = {
     "Qwen3NextForCausalLM": Family(qwen3_5.build_next_layer, qwen3_5.read_moe_config),
     "Qwen3_5ForCausalLM": Family(qwen3_5.build_layer, qwen3_5.read_config),
     "Qwen3_5MoeForCausalLM": Family(qwen3_5.build_layer, qwen3_5.read_moe_config),
-    "Qwen3MoeForCausalLM": Family(qwen3_moe.build_layer, qwen3_moe.read_config),
+    "Qwen3MoeForCausalLM": Family(qwen3.build_layer, qwen3.read_moe_config),
     "SmolLM3ForCausalLM": Family(llama.build_layer, smollm3.read_config),
 }
 
 
-def read_config_for(config: Mapping[str, Any], model_impl: str) -> ModelConfig:
+def read_config_for(config: ConfigJson, model_impl: str) -> ModelConfig:
     """Read config.json for our own model code or, as far as `model_impl` allows, transformers'."""
     if model_impl == "transformers":
         return _fallback().read_config(config)
@@ -93,13 +90,13 @@ def read_config_for(config: Mapping[str, Any], model_impl: str) -> ModelConfig:
             raise UnsupportedModelError(f"{own}; {error}") from error
 
 
-def read_config(config: Mapping[str, Any]) -> ModelConfig:
+def read_config(config: ConfigJson) -> ModelConfig:
     """Read config.json with its family's reader; an invalid value raises CheckpointError."""
     name = read_architecture(config)
     if name not in FAMILIES:
-        given, supported = config["architectures"][0], ", ".join(sorted(FAMILIES))
+        architecture, supported = config["architectures"][0], ", ".join(sorted(FAMILIES))
         raise UnsupportedModelError(
-            f"architecture {given!r} is not supported; supported: {supported}"
+            f"architecture {architecture!r} is not supported; supported: {supported}"
         )
     check_fields(config)
     try:

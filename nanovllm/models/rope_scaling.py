@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from nanovllm.config import LayerAttention, ModelConfig, RopeConfig
+from nanovllm.config import ConfigJson, LayerAttention, ModelConfig, RopeConfig
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.models.config_json import field, read_model_config
 
@@ -21,7 +21,7 @@ def scaled_length(max_position: int, rope: RopeConfig) -> int:
     return int(rope.factor * max_position) if rope.kind in ("linear", "dynamic") else max_position
 
 
-def read_with_partial_rotary(config: Mapping[str, Any], default_factor: float) -> ModelConfig:
+def read_with_partial_rotary(config: ConfigJson, default_factor: float) -> ModelConfig:
     """Read a model that rotates only a part of each head, given by `partial_rotary_factor`."""
     layouts = ("rope_parameters", "rope_scaling")
     ropes = {name: dict(config[name]) for name in layouts if config.get(name)}
@@ -40,7 +40,7 @@ def read_with_partial_rotary(config: Mapping[str, Any], default_factor: float) -
 
 
 def read_scaled_rope(
-    kind: Any, theta: float, scaling: Mapping[str, Any], config: Mapping[str, Any]
+    kind: Any, theta: float, scaling: Mapping[str, Any], config: ConfigJson
 ) -> RopeConfig:
     """Read a rope config of a kind other than "default"."""
     if kind not in KINDS:
@@ -69,7 +69,7 @@ def read_scaled_rope(
     )
 
 
-def _read_factors(scaling: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[float, ...]:
+def _read_factors(scaling: Mapping[str, Any], config: ConfigJson) -> tuple[float, ...]:
     factors = tuple(field(scaling, "factors"))
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     is_valid = all(isinstance(factor, (int, float)) and factor > 0 for factor in factors)

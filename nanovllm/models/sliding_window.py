@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
-from nanovllm.config import LayerAttention, ModelConfig, RopeConfig
+from nanovllm.config import ConfigJson, LayerAttention, ModelConfig, RopeConfig
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.models.config_json import field, read_rope_config
 
@@ -21,7 +20,7 @@ def with_window(model: ModelConfig, window: int | None, layers: Iterable[int]) -
     return replace(model, layers=tuple(attention))
 
 
-def with_upper_windows(model: ModelConfig, config: Mapping[str, Any]) -> ModelConfig:
+def with_upper_windows(model: ModelConfig, config: ConfigJson) -> ModelConfig:
     """Add a window where `layer_types` has one or, without it, from `max_window_layers` on."""
     layers: Iterable[int] | None = sliding_layers(config)
     if layers is None:
@@ -29,7 +28,7 @@ def with_upper_windows(model: ModelConfig, config: Mapping[str, Any]) -> ModelCo
     return with_window(model, config.get("sliding_window", 4096), layers)
 
 
-def sliding_layers(config: Mapping[str, Any]) -> list[int] | None:
+def sliding_layers(config: ConfigJson) -> list[int] | None:
     """Return the sliding-window layers in `layer_types`, or None if the config has no such list."""
     if (kinds := config.get("layer_types")) is None:
         return None
@@ -44,7 +43,7 @@ def sliding_layers(config: Mapping[str, Any]) -> list[int] | None:
 
 
 def mixed_layers(
-    config: Mapping[str, Any], period: int, local_theta: float, theta: float
+    config: ConfigJson, period: int, local_theta: float, theta: float
 ) -> tuple[LayerAttention, ...]:
     """Return the layers of a model whose sliding-window layers have a different RoPE.
 
@@ -60,14 +59,14 @@ def mixed_layers(
 
 
 def _read_ropes(
-    config: Mapping[str, Any], local_theta: float, theta: float
+    config: ConfigJson, local_theta: float, theta: float
 ) -> tuple[RopeConfig, RopeConfig]:
     """Return the RoPE of sliding-window layers and of full-attention layers.
 
     `rope_scaling` applies to full-attention layers only.
     """
-    given = config.get("rope_parameters") or {}
-    by_type = {kind: rope or {} for kind, rope in given.items()}
+    ropes = config.get("rope_parameters") or {}
+    by_type = {kind: rope or {} for kind, rope in ropes.items()}
     if unknown := sorted(set(by_type) - {"sliding_attention", "full_attention"}):
         raise CheckpointError(f"rope_parameters must be keyed by layer type, got {unknown}")
     local = {"rope_theta": local_theta} | by_type.get("sliding_attention", {})

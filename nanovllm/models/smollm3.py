@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
-from nanovllm.config import ModelConfig
+from nanovllm.config import ConfigJson, ModelConfig
 from nanovllm.errors import UnsupportedModelError
 from nanovllm.models.config_json import NO_ROPE, read_model_config
 
 
-def read_config(config: Mapping[str, Any]) -> ModelConfig:
+def read_config(config: ConfigJson) -> ModelConfig:
     if config.get("use_sliding_window"):
         raise UnsupportedModelError("use_sliding_window is not supported for SmolLM3")
     model = read_model_config({"tie_word_embeddings": True, "rope_theta": 2e6, **config})

@@ -67,8 +67,8 @@ class LayerCache:
     def parts(self) -> list[Tensor]:
         """All tensors of the cache; FP8 ones as bytes, which every torch operation supports."""
         parts = self.k, self.v, self.k_exponents, self.v_exponents
-        known = [part for part in parts if part is not None]
-        return known if len(known) == 2 else [part.view(uint8) for part in known]
+        tensors = [part for part in parts if part is not None]
+        return tensors if len(tensors) == 2 else [part.view(uint8) for part in tensors]
 
 
 @dataclass(frozen=True, slots=True)

@@ -196,9 +196,9 @@ class QuantizedRows:
 
     def _by_group(self, numbers: Tensor) -> Tensor:
         """Expand numbers per checkpoint group to this weight's groups, and pad to whole blocks."""
-        wanted = self.weight.scales.shape[1]
+        num_groups = self.weight.scales.shape[1]
         if self.group == -1:
-            return numbers.expand(len(numbers), wanted)
+            return numbers.expand(len(numbers), num_groups)
         if self.group > BLOCK:
-            numbers = numbers.repeat_interleave(self.group // BLOCK, 1)[:, :wanted]
-        return F.pad(numbers, (0, wanted - numbers.shape[1]))
+            numbers = numbers.repeat_interleave(self.group // BLOCK, 1)[:, :num_groups]
+        return F.pad(numbers, (0, num_groups - numbers.shape[1]))

@@ -42,5 +42,5 @@ def apply_token_bitmask(logits: Tensor, rows: Tensor | None, words: Tensor) -> N
     if rows is None:
         logits.masked_fill_(is_forbidden, -torch.inf)
     else:
-        kept = logits.index_select(0, rows).masked_fill_(is_forbidden, -torch.inf)
-        logits.index_copy_(0, rows, kept)
+        masked = logits.index_select(0, rows).masked_fill_(is_forbidden, -torch.inf)
+        logits.index_copy_(0, rows, masked)

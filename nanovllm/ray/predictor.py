@@ -18,7 +18,8 @@ from nanovllm.assembly import engine_config
 from nanovllm.batch.batch_engine import OUTPUT_NAMES, RowEngine, RowError, RowOptions
 from nanovllm.batch.rows import Row
 from nanovllm.errors import ConfigError, EngineError, RequestError
-from nanovllm.serve.protocol import ChatRequest, CompletionRequest, as_api_model
+from nanovllm.serve.openai.completions import CompletionRequest
+from nanovllm.serve.protocol import ChatRequest, as_api_model
 from nanovllm.serve.server_options import ServerOptions
 
 IDS = "prompt_token_ids"  # an input column with this name takes precedence over the output column

@@ -13,43 +13,29 @@ from starlette.types import ASGIApp
 
 from nanovllm import __version__
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.serve.anthropic.messages import (
-    CountRequest,
-    MessagesRequest,
-    count_tokens,
-    create_message,
-)
+from nanovllm.serve.anthropic import messages
 from nanovllm.serve.http_errors import add_error_handlers, json_response, message_of
 from nanovllm.serve.http_responses import EventStream, StreamResponse, WholeResponse, whole_body
 from nanovllm.serve.metrics import CONTENT_TYPE
 from nanovllm.serve.middleware import Middleware
-from nanovllm.serve.openai.chat_completions import create_chat_completion
-from nanovllm.serve.openai.completions import create_completion
-from nanovllm.serve.openai.embeddings import create_embedding
-from nanovllm.serve.openai.rerank import create_rerank
-from nanovllm.serve.openai.responses import ResponsesRequest, create_response
+from nanovllm.serve.openai import chat_completions, completions, embeddings, rerank, responses
 from nanovllm.serve.prepare_chat import detokenize, tokenize
-from nanovllm.serve.protocol import (
-    ApiModel,
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    EmbeddingRequest,
-    RerankRequest,
-    TokenizeRequest,
-)
+from nanovllm.serve.protocol import ApiModel, ChatRequest, DetokenizeRequest, TokenizeRequest
 from nanovllm.serve.server_options import SAMPLING_NAMES
 from nanovllm.serve.service import Service
 from nanovllm.validation import has_folder
 
 CreateResponse = Callable[[Service, Any], Awaitable[EventStream]]
+RERANK = rerank.RerankRequest, rerank.create_rerank
 ROUTES: dict[str, tuple[type[ApiModel], CreateResponse]] = {
-    "/v1/chat/completions": (ChatRequest, create_chat_completion),
-    "/v1/completions": (CompletionRequest, create_completion),
-    "/v1/embeddings": (EmbeddingRequest, create_embedding),
-    **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), (RerankRequest, create_rerank)),
-    "/v1/responses": (ResponsesRequest, create_response),
-    "/v1/messages": (MessagesRequest, create_message),
+    "/v1/chat/completions": (ChatRequest, chat_completions.create_chat_completion),
+    "/v1/completions": (completions.CompletionRequest, completions.create_completion),
+    "/v1/embeddings": (embeddings.EmbeddingRequest, embeddings.create_embedding),
+    "/rerank": RERANK,
+    "/v1/rerank": RERANK,
+    "/v2/rerank": RERANK,
+    "/v1/responses": (responses.ResponsesRequest, responses.create_response),
+    "/v1/messages": (messages.MessagesRequest, messages.create_message),
 }
 
 
@@ -88,8 +74,8 @@ def _endpoint(service: Service, kind: type[ApiModel], create: CreateResponse) ->
 
 def _text_routes(app: FastAPI, service: Service) -> None:
     @app.post("/v1/messages/count_tokens")
-    async def count_message_tokens(request: CountRequest) -> Response:
-        return json_response(await count_tokens(service, request))
+    async def count_message_tokens(request: messages.CountRequest) -> Response:
+        return json_response(await messages.count_tokens(service, request))
 
     @app.post("/tokenize")
     async def tokenize_text(request: TokenizeRequest) -> Response:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
@@ -137,18 +137,19 @@ def _last_update(
     params = job.params[prompt]
     if request_output.error is not None:
         raise RequestError(request_output.error, status=400 if params.can_exclude_tokens else 500)
-    update = Update(prompt * params.n + output.index)
-    if not job.is_streaming:
-        update = Update(update.choice, output.text, output.token_ids, output.logprobs)
-    if output.index == 0:
-        names = "num_cached_tokens", "num_accepted_tokens", "num_rejected_tokens"
-        update = replace(update, **{name: request_output[name] for name in names})
-    return replace(
-        update,
+    update = Update(
+        prompt * params.n + output.index,
         finish_reason=output.finish_reason,
         stop_reason=output.stop_reason,
         prompt_logprobs=request_output.prompt_logprobs,
     )
+    if not job.is_streaming:
+        update.text, update.token_ids = output.text, output.token_ids
+        update.logprobs = output.logprobs
+    if output.index == 0:
+        for name in ("num_cached_tokens", "num_accepted_tokens", "num_rejected_tokens"):
+            setattr(update, name, request_output[name])
+    return update
 
 
 async def _pieces(

@@ -32,25 +32,20 @@ class Middleware:
     """Wraps an ASGI application; rejected requests get their error response here."""
 
     def __init__(self, app: ASGIApp, options: ServerOptions) -> None:
-        self._app = app
+        self._app, self._options = app, options
         self._keys = [key.encode() for key in options.api_key]
-        self._is_local = options.is_local
-        self._allowed_origins = options.allowed_origins
-        self._limit = options.limit_concurrency
         self._num_open = 0
-        self._max_body_bytes = options.max_body_bytes
-        self._root_path = options.root_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        root = self._root_path or scope.get("root_path", "")
+        root = self._options.root_path or scope.get("root_path", "")
         path = _below(root, scope["path"])
         scope = {**scope, "root_path": root, "path": root + path}
         headers = Headers(scope=scope)
-        given = headers.get("x-request-id", "")
-        request_id = given if _REQUEST_ID.fullmatch(given) else uuid4().hex
+        client_id = headers.get("x-request-id", "")
+        request_id = client_id if _REQUEST_ID.fullmatch(client_id) else uuid4().hex
         start, status = time.perf_counter(), 0
 
         async def send_with_id(message: Message) -> None:
@@ -72,22 +67,21 @@ class Middleware:
         finally:
             self._num_open -= 1
             seconds = time.perf_counter() - start
-            line = "%s %s %s %s: %s after %.3f s"
+            request = _client(scope), request_id, scope["method"], quote(path)
             outcome = status or "client disconnected"
             if not is_page(path):
-                logger.info(
-                    line, _client(scope), request_id, scope["method"], quote(path), outcome, seconds
-                )
+                logger.info("%s %s %s %s: %s after %.3f s", *request, outcome, seconds)
 
     def _rejection(self, path: str, method: str, headers: Headers) -> RequestError | None:
         """Return an error if the request is rejected before its body is read, else None."""
         if path in OPEN_PATHS:
             return None
-        if self._limit is not None and self._num_open >= self._limit:
-            text = f"{self._limit} requests are already in progress; try again later"
+        limit = self._options.limit_concurrency
+        if limit is not None and self._num_open >= limit:
+            text = f"{limit} requests are already in progress; try again later"
             return RequestError(text, status=503)
         host = headers.get("host")
-        if self._is_local and host is not None and not _LOCAL_HOST.fullmatch(host):
+        if self._options.is_local and host is not None and not _LOCAL_HOST.fullmatch(host):
             # A malicious site's host name may resolve to this machine (DNS rebinding).
             text = "the Host header must be localhost or a loopback address unless --api-key is set"
             return RequestError(text, status=403)
@@ -106,7 +100,7 @@ class Middleware:
         Other clients send neither header.
         """
         site, origin = headers.get("sec-fetch-site"), headers.get("origin")
-        if "*" in self._allowed_origins or origin in self._allowed_origins:
+        if not {"*", origin}.isdisjoint(self._options.allowed_origins):
             return False
         if site is not None:  # known to the browser even if a proxy replaced the Host header
             return site not in ("same-origin", "none")
@@ -119,12 +113,13 @@ class Middleware:
         """Return whether the request has a valid key or needs none; compare in constant time."""
         scheme, _, token = headers.get("authorization", "").partition(" ")
         bearer = token.strip() if scheme.lower() == "bearer" else ""
-        given = [text.encode("latin-1") for text in (bearer, headers.get("x-api-key", ""))]
-        matches = [hmac.compare_digest(each, key) for each in given for key in self._keys]
+        tokens = [text.encode("latin-1") for text in (bearer, headers.get("x-api-key", ""))]
+        matches = [hmac.compare_digest(each, key) for each in tokens for key in self._keys]
         return not self._keys or any(matches)
 
     def _bounded(self, receive: Receive) -> Receive:
         num_bytes = num_commas = 0
+        max_bytes = self._options.max_body_bytes
 
         async def bounded() -> Message:
             nonlocal num_bytes, num_commas
@@ -132,8 +127,8 @@ class Middleware:
             body = message.get("body", b"")
             num_bytes += len(body)
             num_commas += body.count(b",")
-            if num_bytes > self._max_body_bytes:
-                raise HTTPException(413, f"the body is larger than {self._max_body_bytes} bytes")
+            if num_bytes > max_bytes:
+                raise HTTPException(413, f"the body is larger than {max_bytes} bytes")
             if num_commas > MAX_VALUES:
                 raise HTTPException(413, f"the body has more than {MAX_VALUES:,} values (commas)")
             return message

@@ -6,7 +6,7 @@ import asyncio
 from array import array
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from nanovllm.assembly import require_feature
@@ -54,10 +54,7 @@ async def prompt_of(service: Service, request: ChatRequest, param: str = "messag
     text = await render(service, request, tools and request.tools, param)
     read = reply_reader(service, request.all_tools)
     encoded = await service.encode_chat(text, request.cache_salt, read, param)
-    token_ids = encoded.token_ids
-    if request.truncate_prompt_tokens is not None and request.truncate_prompt_tokens > 0:
-        token_ids = token_ids[-request.truncate_prompt_tokens :]
-    return ChatPrompt(encoded, token_ids, tools)
+    return ChatPrompt(encoded, request.truncate(encoded.token_ids), tools)
 
 
 async def prepare_chat(
@@ -67,38 +64,39 @@ async def prepare_chat(
     service.check_num_sequences(1, request.n or 1)
     prompt = await prompt_of(service, request, param)
     room = service.max_tokens(len(prompt.token_ids), None, None, param)
-    given: dict[str, Any] = {"max_tokens": min(request.most_tokens or room, room)}
+    overrides: dict[str, Any] = {"max_tokens": min(request.most_tokens or room, room)}
     if request.logprobs:
-        given["logprobs"] = request.top_logprobs or 0
-    reasoning = service.formats.reasoning
-    text = prompt.encoded.text
+        overrides["logprobs"] = request.top_logprobs or 0
+    reasoning, text = service.formats.reasoning, prompt.encoded.text
     is_open = reasoning is not None and reasoning.is_open(text, request.continued)
-    grammar_param = request.grammar_param
-    if prompt.tools and request.constraint() is None:
-        grammar_param = "tools"
     with errors_about("tools", GrammarError):
-        given["structured_outputs"] = await asyncio.to_thread(
+        overrides["structured_outputs"] = await asyncio.to_thread(
             output_constraint, service, request, prompt.tools, text, is_open
         )
     hidden: Mapping[int, str] = {}
     if service.has_special_markers and request.skip_special_tokens is None:
-        given["skip_special_tokens"] = False
+        overrides["skip_special_tokens"] = False
         hidden = service.hidden_tokens
-    params = request.sampling_params(service.options.sampling_defaults, **given)
-    is_streaming = bool(request.stream) and params.prompt_logprobs is None
+    params = request.sampling_params(service.options.sampling_defaults, **overrides)
 
     def new_parser() -> Callable[[Update], None]:
-        found = prompt.tools, service.formats.tools, reasoning, is_open
-        parser = OutputParser(*found, has_content=not request.must_call)
+        formats = service.formats.tools, reasoning
+        parser = OutputParser(prompt.tools, *formats, is_open, has_content=not request.must_call)
         choice = ChoiceParser(parser, hidden, service.reasoning_end_id)
         if request.add_generation_prompt is False or request.continued:
             return choice.parse  # not a whole reply
         return ReplyKeeper(service, prompt.encoded, choice).parse
 
-    job = GenerationJob(
-        [prompt.token_ids], [params], request.cache_salt, is_streaming, grammar_param
+    is_streaming = bool(request.stream) and params.prompt_logprobs is None
+    has_own_grammar = request.constraint() is not None or not prompt.tools
+    return GenerationJob(
+        [prompt.token_ids],
+        [params],
+        request.cache_salt,
+        is_streaming,
+        request.grammar_param if has_own_grammar else "tools",
+        new_parser,
     )
-    return replace(job, new_parser=new_parser)
 
 
 async def tokenize(service: Service, request: TokenizeRequest) -> dict[str, Any]:
@@ -151,13 +149,17 @@ def _render(
     turns = with_text_only(messages, chat.path)
     conversation = [as_message(turn, chat.path(i)) for i, turn in enumerate(turns)]
     names = {"add_generation_prompt", "continue_final_message"}
-    given = chat.model_dump(include=names, exclude_none=True) | variables
-    given = {"tools": tools or None, **service.tokenizer.special_tokens_map, **given}
+    variables = {
+        "tools": tools or None,
+        **service.tokenizer.special_tokens_map,
+        **chat.model_dump(include=names, exclude_none=True),
+        **variables,
+    }
     template = service.compile_template(source)
     try:
-        return template.render(conversation, **given)
+        return template.render(conversation, **variables)
     except RequestError:  # the template may want one system turn and alternating roles
-        return template.render(merge_turns(conversation), **given)
+        return template.render(merge_turns(conversation), **variables)
 
 
 def _variables(chat: ChatFields) -> dict[str, Any]:
@@ -272,10 +274,10 @@ class VisibleText:
 
 def callable_tools(service: Service, request: ChatRequest) -> list[Tool]:
     """Validate the tools of a request; return those that the model may call."""
-    choice, given = request.tool_choice or "auto", request.all_tools
-    if choice == "none" or (choice == "auto" and not given):
+    choice, entries = request.tool_choice or "auto", request.all_tools
+    if choice == "none" or (choice == "auto" and not entries):
         return []
-    if not given:
+    if not entries:
         raise RequestError("tool_choice needs tools", param="tool_choice")
     if "tools" not in service.template_text:
         raise RequestError(
@@ -289,7 +291,7 @@ def callable_tools(service: Service, request: ChatRequest) -> list[Tool]:
             "--tool-call-parser, or omit tools",
             param="tools",
         )
-    tools = read_tools(given)
+    tools = read_tools(entries)
     if isinstance(choice, str):
         return tools
     chosen = [choice] if isinstance(choice, NamedTool) else choice.allowed_tools.tools

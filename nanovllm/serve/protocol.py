@@ -44,10 +44,10 @@ class ApiModel(BaseModel):
         if not isinstance(fields, dict):
             return fields
         fields = {name: value for name, value in fields.items() if value is not None}
-        known = [field.alias or name for name, field in cls.model_fields.items()]
-        undeclared = fields.keys() - known
+        declared = [field.alias or name for name, field in cls.model_fields.items()]
+        undeclared = fields.keys() - declared
         if undeclared:
-            cls.policy.check([name for name in fields if name in undeclared], known)
+            cls.policy.check([name for name in fields if name in undeclared], declared)
         return {name: value for name, value in fields.items() if name not in undeclared}
 
 
@@ -124,17 +124,22 @@ class SamplingFields(ApiModel):
         is_valid = self.stream or self.stream_options is None
         require(is_valid, "stream_options", "omitted unless stream=true", self.stream_options)
         is_valid = self.response_format is None or self.structured_outputs is None
-        given = self.structured_outputs
-        require(is_valid, "structured_outputs", "omitted when response_format is given", given)
+        expected = "omitted when response_format is given"
+        require(is_valid, "structured_outputs", expected, self.structured_outputs)
         return self
 
-    def sampling_params(self, defaults: Mapping[str, Any], **given: Any) -> SamplingParams:
+    def sampling_params(self, defaults: Mapping[str, Any], **overrides: Any) -> SamplingParams:
         """Return the sampling parameters.
 
-        `defaults` apply to fields that the request omits; `given` overrides the request.
+        `defaults` apply to fields that the request omits; `overrides` override the request.
         """
         own = self.model_dump(include=_SAMPLING_NAMES, exclude_none=True)
-        return SamplingParams(**{**defaults, **own, **given})
+        return SamplingParams(**{**defaults, **own, **overrides})
+
+    def truncate(self, token_ids: list[int]) -> list[int]:
+        """Return the last `truncate_prompt_tokens` ids of a prompt; SamplingParams checks it."""
+        count = self.truncate_prompt_tokens or 0
+        return token_ids[-count:] if count > 0 else token_ids
 
     @property
     def grammar_param(self) -> str:
@@ -237,10 +242,10 @@ class ChatFields(ApiModel):
             self.thinking and self.thinking.type != "disabled",
             effort and effort != "none",
         )
-        found: dict[str, Any] = {"reasoning_effort": effort} if effort else {}
+        variables: dict[str, Any] = {"reasoning_effort": effort} if effort else {}
         enable = next((bool(each) for each in switches if each is not None), None)
-        found |= {} if enable is None else {"enable_thinking": enable}
-        return found | (self.chat_template_kwargs or {})
+        variables |= {} if enable is None else {"enable_thinking": enable}
+        return variables | (self.chat_template_kwargs or {})
 
 
 class ChatRequest(ChatFields, SamplingFields):
@@ -292,43 +297,6 @@ class AgentRequest(ChatRequest):
     @property
     def all_tools(self) -> list[dict[str, Any]]:
         return [*(self.tools or ()), *self.deferred_tools]
-
-
-class CompletionRequest(SamplingFields):
-    prompt: Texts
-    max_tokens: int | None = Field(None, ge=0)
-    logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
-    echo: bool | None = None
-    best_of: Literal[1] | None = None
-    add_special_tokens: bool | None = None
-
-    @model_validator(mode="after")
-    def _check_echo(self) -> CompletionRequest:
-        is_valid = self.max_tokens != 0 or self.echo
-        require(is_valid, "max_tokens", "at least 1, or 0 with echo", self.max_tokens)
-        return self
-
-
-class EmbeddingRequest(ApiModel):
-    policy = policies.COMMON
-    input: Texts
-    model: str | None = None
-    encoding_format: Literal["float", "base64"] | None = None
-    normalize: bool | None = None
-
-
-class RerankDocument(ApiModel):
-    text: str
-
-
-class RerankRequest(ApiModel):
-    policy = policies.COMMON
-    query: str
-    documents: Listed[str | RerankDocument]
-    model: str | None = None
-    top_n: int | None = Field(None, ge=0)  # 0: all documents, as in vLLM
-    return_documents: bool | None = None
-    instruction: str | None = None
 
 
 class TokenizeRequest(ChatFields):

@@ -122,8 +122,8 @@ class ReplayCache:
         """Yield the positions where a kept reply may begin."""
         with self._lock:
             endings = "|".join(map(re.escape, self._endings)) or "(?!)"
-        for found in re.finditer(f"(?=({endings}))", text):  # they may overlap
-            yield found.end(1)
+        for match in re.finditer(f"(?=({endings}))", text):  # they may overlap
+            yield match.end(1)
 
     def _find(self, key: bytes, text: str, position: int, read: ReadReply) -> KeptReply | None:
         """Return the kept reply to this prompt that says the same as the text after it."""
@@ -160,8 +160,8 @@ def read_events(events: Iterable[BlockEvent]) -> Reply:
             calls[-1][1] += event.text
         elif isinstance(event, BlockDelta):
             texts[event.kind] += event.text
-    found = tuple((name, canonical(arguments)) for name, arguments in calls)
-    return Reply(texts["reasoning"].strip(), texts["text"].strip(), found)
+    canonical_calls = tuple((name, canonical(arguments)) for name, arguments in calls)
+    return Reply(texts["reasoning"].strip(), texts["text"].strip(), canonical_calls)
 
 
 def canonical(arguments: str) -> str:

@@ -112,13 +112,13 @@ def resolve(
     )
 
 
-def read_chat_template(given: str | None) -> str | None:
+def read_chat_template(template: str | None) -> str | None:
     """Return the text of a chat template, given as text or as a file name."""
-    if given is None:
+    if template is None:
         return None
     from nanovllm.engine.chat_template import ChatTemplate
 
-    text = given if "{" in given else read_text(given)
+    text = template if "{" in template else read_text(template)
     try:
         ChatTemplate(text)
     except RequestError as error:
@@ -139,8 +139,8 @@ def read_sampling_defaults(where: str, of_model: Mapping[str, Any]) -> dict[str,
             of_model = dict(json.loads(read_text(path)))
         except (ValueError, TypeError) as error:
             raise ConfigError(f"cannot read {path}: {error}") from error
-    found = {name: of_model.get(name) for name in SAMPLING_NAMES}
-    defaults = {name: value for name, value in found.items() if value is not None}
+    values = {name: of_model.get(name) for name in SAMPLING_NAMES}
+    defaults = {name: value for name, value in values.items() if value is not None}
     try:
         SamplingParams(**defaults)
     except ConfigError as error:

@@ -66,8 +66,8 @@ class Service:
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name not in self.options.served_model_name:
-            known = ", ".join(self.options.served_model_name)
-            message = f"the model {name!r} does not exist; this server has {known}"
+            names = ", ".join(self.options.served_model_name)
+            message = f"the model {name!r} does not exist; this server has {names}"
             raise RequestError(message, param="model", code="model_not_found", status=404)
 
     def check_queue(self) -> None:

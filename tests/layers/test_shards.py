@@ -18,7 +18,7 @@ from nanovllm.layers.layer_weight import LayerWeight
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import Embedding, LMHead, RowParallelLinear
 from nanovllm.layers.mlp import GatedMLP
-from nanovllm.layers.moe import ExpertNames, SharedExpertMoeBlock, SparseMoeBlock
+from nanovllm.layers.moe import ExpertNames, SparseMoeBlock
 from nanovllm.layers.self_attention import SelfAttention
 from nanovllm.layers.shards import Shard, check_splits, replicated, sharded, split_kv_heads
 from nanovllm.models.registry import read_config
@@ -171,15 +171,14 @@ def test_gated_delta_net(ops: Ops, size: int, is_grouped: bool) -> None:
 @SIZES
 def test_shared_expert(ops: Ops, size: int) -> None:
     model = replace(MODEL, experts=replace(EXPERTS, shared_size=40), mlp_bias=False)
-    names = ExpertNames("gate_proj", "up_proj", "down_proj")
-    one = SharedExpertMoeBlock(model, names, build(ops))
+    one = SparseMoeBlock(model, build(ops), ExpertNames())
     stored = stored_tensors(one)
     load(one, stored)
     x, norm = torch.randn(7, HIDDEN), norm_of(ops)
     want = one(ResidualStream(x.clone()), norm).update
     outputs = []
     for group in unconnected(size):
-        moe = SharedExpertMoeBlock(model, names, build(ops, group))
+        moe = SparseMoeBlock(model, build(ops, group), ExpertNames())
         load(moe, stored)
         outputs.append(moe(ResidualStream(x.clone()), norm).update)
     torch.testing.assert_close(add_up(outputs), want)
@@ -187,15 +186,15 @@ def test_shared_expert(ops: Ops, size: int) -> None:
 
 @SIZES
 def test_experts(ops: Ops, size: int) -> None:
-    names = ExpertNames("gate_proj", "up_proj", "down_proj")
-    one = SparseMoeBlock(HIDDEN, EXPERTS, names, build(ops))
+    model = replace(MODEL, experts=EXPERTS)
+    one = SparseMoeBlock(model, build(ops), ExpertNames())
     stored = stored_tensors(one)
     load(one, stored)
     x, norm = torch.randn(7, HIDDEN), norm_of(ops)
     want = one(ResidualStream(x.clone()), norm).update
     outputs = []
     for group in unconnected(size):
-        sparse = SparseMoeBlock(HIDDEN, EXPERTS, names, build(ops, group))
+        sparse = SparseMoeBlock(model, build(ops, group), ExpertNames())
         load(sparse, stored)
         outputs.append(sparse(ResidualStream(x.clone()), norm).update)
     torch.testing.assert_close(add_up(outputs), want)

@@ -29,9 +29,10 @@ from nanovllm.serve.core_messages import (
     SendSnapshots,
 )
 from nanovllm.serve.core_process import IDLE_SECONDS, Command, CoreLoop
-from nanovllm.serve.live import snapshots
+from nanovllm.serve.live import observer
 from nanovllm.serve.live.engine_state import EngineState
-from nanovllm.serve.live.snapshots import SNAPSHOT_SECONDS, SnapshotThrottle, take_snapshot
+from nanovllm.serve.live.observer import SNAPSHOT_SECONDS, Observer
+from nanovllm.serve.live.snapshots import take_snapshot
 from nanovllm.serve.live.subscribers import Subscribers
 from tests.engine.test_fuzz import build_core, make_requests, make_sequences, repeat_prompts
 
@@ -101,18 +102,23 @@ def test_snapshots_are_thinned_and_stop_when_nothing_changes(
 ) -> None:
     core = build_core(num_blocks=20, num_slots=2, budget=32, caching=True, depth=0, is_paced=False)
     now = 100.0
-    monkeypatch.setattr(snapshots, "time", SimpleNamespace(perf_counter=lambda: now))
-    watching = SnapshotThrottle(core)
-    assert watching.snapshot(stats_of(core)) is not None
+    monkeypatch.setattr(observer, "time", SimpleNamespace(perf_counter=lambda: now))
+    watching = Observer(core)
+    assert watching.after_step(stats_of(core)) is None
+    watching.handle(SendSnapshots(True))
+    assert watching.after_step(stats_of(core)) is not None
     core.add(request(0))
     core.step()
-    assert watching.snapshot(stats_of(core)) is None
+    assert watching.after_step(stats_of(core)) is None
     now += 2 * SNAPSHOT_SECONDS
-    assert watching.snapshot(stats_of(core)) is not None
+    assert watching.after_step(stats_of(core)) is not None
     now += 2 * SNAPSHOT_SECONDS
-    assert watching.snapshot(stats_of(core)) is None
-    watching.restart()
-    assert watching.snapshot(stats_of(core)) is not None
+    assert watching.after_step(stats_of(core)) is None
+    watching.handle(SendSnapshots(True))
+    assert watching.after_step(stats_of(core)) is not None
+    watching.handle(SendSnapshots(False))
+    now += 2 * SNAPSHOT_SECONDS
+    assert watching.after_step(stats_of(core)) is None
 
 
 def request(seq_id: int, num_tokens: int = 6) -> Request:
@@ -268,11 +274,12 @@ def test_a_slow_subscriber_gets_the_newest_snapshot_and_every_step() -> None:
 
 def test_a_new_subscriber_takes_no_step_from_the_others() -> None:
     core = build_core(num_blocks=20, num_slots=4, budget=32, caching=True, depth=0, is_paced=False)
-    watching = SnapshotThrottle(core)
+    watching = Observer(core)
+    watching.handle(SendSnapshots(True))
     core.add(request(0, num_tokens=1))
     core.step()
-    watching.restart()
-    state = watching.snapshot(stats_of(core))
+    watching.handle(SendSnapshots(True))
+    state = watching.after_step(stats_of(core))
     assert state is not None
     assert [step.num_prefill_tokens for step in state.steps] == [10]
     assert [end.seq_id for end in state.ended] == [0]

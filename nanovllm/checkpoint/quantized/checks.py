@@ -20,7 +20,7 @@ def choose(stored: Mapping[str, Any], name: str, default: object, *supported: ob
     """Return the value of a field, which must be one of `supported`."""
     value = stored.get(name)
     value = default if value is None else value
-    if not any(type(value) is type(known) and value == known for known in supported):
+    if not any(type(value) is type(each) and value == each for each in supported):
         raise unsupported(f"{name} {value!r:.80}", ", ".join(map(str, supported)))
     return value
 

@@ -48,7 +48,8 @@ class CapturedForward:
         step = self._steps.get(num_rows) or self._try_to_capture(batch)
         if step is None:
             return self.eager(plan)
-        _copy(batch, step.batch)
+        for source, target in zip(_inputs(batch), _inputs(step.batch), strict=True):
+            target.copy_(source)
         step.replay()
         return self.eager.step_logits(step.logits, plan)
 
@@ -92,11 +93,8 @@ def one_row() -> StepPlan:
     return StepPlan(none, none, one, one, [], [], [], num_decode_tokens=1)
 
 
-def _copy(source: ForwardBatch, target: ForwardBatch) -> None:
-    target.input_ids.copy_(source.input_ids)
-    target.positions.copy_(source.positions)
-    target.slot_mapping.copy_(source.slot_mapping)
-    if source.recurrent is not None and target.recurrent is not None:
-        target.recurrent.slots.copy_(source.recurrent.slots)
-    target.attention.lengths.copy_(source.attention.lengths)
-    target.attention.block_tables.copy_(source.attention.block_tables)
+def _inputs(batch: ForwardBatch) -> list[Tensor]:
+    """Return the tensors of a batch that differ between steps."""
+    recurrent = [] if batch.recurrent is None else [batch.recurrent.slots]
+    attention = [batch.attention.lengths, batch.attention.block_tables]
+    return [batch.input_ids, batch.positions, batch.slot_mapping, *recurrent, *attention]

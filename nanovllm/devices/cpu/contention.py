@@ -107,8 +107,8 @@ class ThreadChooser:
         idle_now = self._idle_seconds()
         if idle_now is None or self._idle_before is None:
             return True
-        wanted = FAIR_SHARE * (self._most - 1) * self._rest_seconds
-        return idle_now - self._idle_before >= wanted
+        needed_seconds = FAIR_SHARE * (self._most - 1) * self._rest_seconds
+        return idle_now - self._idle_before >= needed_seconds
 
     def _compare(self, seconds: float) -> None:
         """Keep the faster choice for a pause, which doubles while the contention persists."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nanovllm.devices.cpu.kernels.block_kernels import TILES, compile_dequantizer, compile_linear
 from nanovllm.devices.cpu.kernels.block_types import TYPES, pack_panels
-from nanovllm.devices.cpu.program import float_bits
+from nanovllm.devices.cpu.program import Argument, float_bits
 from nanovllm.ops.composed_linear import PIECE_SIZE
 from nanovllm.ops.interface import LinearFn
 from nanovllm.ops.quantized_weight import PANEL_ROWS, Panels, PanelWeight
@@ -87,10 +87,9 @@ class BlockKernels:
         launcher, num_rows, num_in = self._launcher, len(token_ids), table.num_in
         out = launcher.empty(num_rows, num_in)
         panels = launcher.scratch(launcher.num_threads * num_in * PANEL_ROWS)
-        addresses = panels.data_ptr(), table.data.data_ptr(), num_in, num_rows, out.data_ptr()
-        lookup = token_ids.data_ptr(), float_bits(scale)
         self._compile(table.kind)
-        launcher.call(self._dequantizers[table.kind].address, *addresses, *lookup)
+        lookup = num_in, num_rows, out, token_ids, float_bits(scale)
+        launcher.call(self._dequantizers[table.kind].address, panels, table.data, *lookup)
         return out
 
     def multiply_pairs(self, x: Tensor, weight: PanelWeight, pairs: Pairs) -> Tensor:
@@ -110,28 +109,18 @@ class BlockKernels:
         pairs: Pairs | None = None,
     ) -> None:
         """Multiply few rows of x by one part of a weight; store the result in y[:, first:]."""
-        launcher, num_rows, grouping = self._launcher, len(x), (0, 0, 1, 1)
+        launcher, num_rows = self._launcher, len(x)
+        grouping: tuple[Argument, ...] = None, None, 1, 1
         if pairs is not None:
-            addresses = pairs.order.data_ptr(), pairs.starts.data_ptr()
-            per_row = len(pairs.order) // max(len(x), 1)
-            num_rows, grouping = pairs.max_rows, (*addresses, len(pairs.starts) - 1, per_row)
+            num_experts, per_row = len(pairs.starts) - 1, len(pairs.order) // max(len(x), 1)
+            num_rows, grouping = pairs.max_rows, (pairs.order, pairs.starts, num_experts, per_row)
         num_groups = part.num_in // TYPES[part.kind].group_size
         per_thread = num_rows * (part.num_in + num_groups) + TILES[0] * PANEL_ROWS
         scratch = launcher.scratch(launcher.num_threads * per_thread)
-        offset = first * y.itemsize
-        launcher.call(
-            self._linears[part.kind].address,
-            y.data_ptr() + offset,
-            x.data_ptr(),
-            part.data.data_ptr(),
-            0 if bias is None else bias.data_ptr() + offset,
-            scratch.data_ptr(),
-            num_rows,
-            part.num_out,
-            part.num_in,
-            y.shape[1],
-            *grouping,
-        )
+        part_bias = None if bias is None else bias[first:]
+        tensors = y[:, first:], x, part.data, part_bias, scratch
+        sizes = num_rows, part.num_out, part.num_in, y.shape[1]
+        launcher.call(self._linears[part.kind].address, *tensors, *sizes, *grouping)
 
     def multiply_many(self, x: Tensor, weight: PanelWeight, bias: Tensor | None = None) -> Tensor:
         """Multiply many rows of x by a weight, dequantizing about PIECE_SIZE elements at a time."""
@@ -160,10 +149,8 @@ class BlockKernels:
         weight, first = self._piece[: num_rows * num_in].view(num_rows, num_in), 0
         for part in parts:
             # The last panel of a part may have padding rows, which the next part overwrites.
-            address = self._piece[first * num_in :].data_ptr()
-            sizes = num_in, len(part.data), 0, 0, 0
-            kernel = self._dequantizers[part.kind]
-            self._launcher.call(kernel.address, address, part.data.data_ptr(), *sizes)
+            rows, sizes = self._piece[first * num_in :], (num_in, len(part.data), 0, 0, 0)
+            self._launcher.call(self._dequantizers[part.kind].address, rows, part.data, *sizes)
             first += part.num_out
         return weight
 

@@ -61,20 +61,12 @@ class NumbaAttention:
         # Scratch per thread and query head of a group: the query, the output, a score per position.
         scratch_size = self.launcher.num_threads * group * (2 * head_dim + plan.max_length)
         scratch = self.launcher.scratch(scratch_size)
-        exponents = cache.k_exponents, cache.v_exponents
         sinks = None if spec.sinks is None else spec.sinks.float()
         self.launcher.launch(
             dense.attend,
-            output.data_ptr(),
-            q.data_ptr(),
-            q.stride(0),
-            cache.k.data_ptr(),
-            cache.v.data_ptr(),
-            plan.block_tables.data_ptr(),
-            plan.block_tables.shape[1],
-            plan.tokens.data_ptr(),
-            plan.lengths.data_ptr(),
-            scratch.data_ptr(),
+            *(output, q, q.stride(0), cache.k, cache.v),
+            *(plan.block_tables, plan.block_tables.shape[1], plan.tokens, plan.lengths),
+            scratch,
             len(plan.tokens),
             plan.max_length,
             num_heads,
@@ -84,7 +76,7 @@ class NumbaAttention:
             float_bits(spec.scale),
             plan.max_length if spec.window is None else spec.window,
             float_bits(spec.softcap or 0.0),
-            0 if sinks is None else sinks.data_ptr(),
-            *(each.data_ptr() for each in exponents if each is not None),
+            sinks,
+            *(cache.k_exponents, cache.v_exponents),
             other=cache.k.dtype,
         )

@@ -54,8 +54,7 @@ class NumbaExperts:
         y = self._multiply(x.contiguous(), self.gate_up, pairs)
         y = self._multiply(self.ops.act_and_mul(y, "silu"), self.down, pairs)
         out = launcher.empty(num_tokens, hidden)
-        addresses = out.data_ptr(), y.data_ptr(), weights.data_ptr()
-        launcher.launch(experts.add_choices, *addresses, num_tokens, routing.top_k, hidden)
+        launcher.launch(experts.add_choices, out, y, weights, num_tokens, routing.top_k, hidden)
         return out
 
     def _route(self, logits: Tensor) -> tuple[Pairs, Tensor]:
@@ -66,11 +65,9 @@ class NumbaExperts:
         ids, order = (launcher.empty(num_pairs, dtype=torch.int32) for _ in range(2))
         starts = launcher.empty(num_experts + 1, dtype=torch.int32)
         weights = launcher.empty(num_pairs, dtype=torch.float32)
-        addresses = ids.data_ptr(), weights.data_ptr(), logits.data_ptr()
         sizes = num_tokens, num_experts, top_k
-        launcher.launch(experts.route, *addresses, *sizes, self.routing.is_normalized)
-        addresses = order.data_ptr(), starts.data_ptr(), ids.data_ptr()
-        launcher.launch(experts.group, *addresses, num_pairs, num_experts)
+        launcher.launch(experts.route, ids, weights, logits, *sizes, self.routing.is_normalized)
+        launcher.launch(experts.sort_pairs, order, starts, ids, num_pairs, num_experts)
         return Pairs(order, starts, num_tokens), weights
 
     def _multiply(self, x: Tensor, weight: Tensor | PanelWeight, pairs: Pairs) -> Tensor:
@@ -83,9 +80,8 @@ class NumbaExperts:
         y = launcher.empty(num_pairs, num_out)
         scratch = launcher.scratch(launcher.num_threads * (max_rows * num_in + experts.EXPERT_TILE))
         tensors = y, x, weight, pairs.order, pairs.starts, scratch
-        addresses = [tensor.data_ptr() for tensor in tensors]
         sizes = max_rows, num_experts, num_pairs // max(len(x), 1), num_out, num_in
-        launcher.launch(experts.grouped_linear, *addresses, *sizes)
+        launcher.launch(experts.grouped_linear, *tensors, *sizes)
         return y
 
     def _run_expert(self, expert: int, x: Tensor) -> Tensor:

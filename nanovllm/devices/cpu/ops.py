@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from nanovllm.devices.cpu.features import CpuFeatures
-from nanovllm.devices.cpu.kernels import dense
-from nanovllm.devices.cpu.numba_delta_net import gated_delta_net
-from nanovllm.devices.cpu.program import Launcher, float_bits
+from nanovllm.devices.cpu.kernels import delta_net, dense
+from nanovllm.devices.cpu.program import Argument, Launcher, float_bits
 from nanovllm.ops.composed_linear import ComposedLinear, compose_linear, linear
 from nanovllm.ops.fp8 import hadamard_exponents, hadamard_size
 from nanovllm.ops.interface import (
     ACTIVATIONS,
     Activation,
+    DeltaNetInputs,
+    DeltaNetWeights,
     LayerCache,
+    LayerState,
     LinearFn,
     NormWeights,
     PackedExperts,
     PackedLinear,
     QKNormWeights,
+    RecurrentRows,
     ResidualStream,
     Routing,
 )
@@ -47,7 +50,6 @@ class NumbaOps:
         self.max_linear_rows = MAX_LINEAR_ROWS[self.matmul_dtype]
         self.max_expert_rows = MAX_EXPERT_ROWS[self.matmul_dtype]
         self._launch, self._empty = launcher.launch, launcher.empty
-        self.gated_delta_net = partial(gated_delta_net, launcher)
         self._blocks: dict[torch.dtype, BlockKernels] = {}  # keyed by the dtype of their output
 
     @property
@@ -73,10 +75,8 @@ class NumbaOps:
         if isinstance(table, PanelWeight):
             return self.blocks.embed(token_ids, table, scale)
         assert isinstance(table, Tensor)
-        num_rows, dim = len(token_ids), table.shape[1]
-        out = self._empty(num_rows, dim)
-        addresses = out.data_ptr(), table.data_ptr(), token_ids.data_ptr()
-        self._launch(dense.embed, *addresses, num_rows, dim, float_bits(scale))
+        out = self._empty(len(token_ids), table.shape[1])
+        self._launch(dense.embed, out, table, token_ids, *out.shape, float_bits(scale))
         return out
 
     def norm(self, hidden: ResidualStream, norm: NormWeights) -> tuple[Tensor, Tensor]:
@@ -84,24 +84,19 @@ class NumbaOps:
         residual, update = hidden.residual, hidden.update
         num_rows, dim = residual.shape
         out = self._empty(num_rows, dim) if update is None else update
-        addresses = out.data_ptr(), residual.data_ptr(), norm.weight.data_ptr()
         sizes = num_rows, dim, dim, update is not None
-        self._launch(dense.norm, *addresses, float_bits(norm.eps), *sizes)
+        self._launch(dense.norm, out, residual, norm.weight, float_bits(norm.eps), *sizes)
         return out, residual
 
     def add_norm(self, residual: Tensor, x: Tensor, norm: NormWeights) -> Tensor:
-        addresses = residual.data_ptr(), x.data_ptr(), norm.weight.data_ptr()
-        self._launch(dense.add_norm, *addresses, float_bits(norm.eps), *x.shape)
+        self._launch(dense.add_norm, residual, x, norm.weight, float_bits(norm.eps), *x.shape)
         return residual
 
     def _norm_all_heads(self, qkv: Tensor, norm: QKNormWeights) -> None:
         """Normalize q and k in place, each over all heads of a token."""
-        first = qkv.data_ptr()
-        for weight in (norm.q, norm.k):
+        for weight, heads in ((norm.q, qkv), (norm.k, qkv[:, len(norm.q) :])):
             sizes = len(qkv), weight.numel(), qkv.stride(0), False
-            addresses = first, first, weight.data_ptr()
-            self._launch(dense.norm, *addresses, float_bits(norm.eps), *sizes)
-            first += weight.numel() * qkv.itemsize
+            self._launch(dense.norm, heads, heads, weight, float_bits(norm.eps), *sizes)
 
     def rope_write(
         self,
@@ -117,23 +112,16 @@ class NumbaOps:
         if norm is not None and norm.is_over_all_heads:
             self._norm_all_heads(qkv, norm)
             norm = None
-        fp8_args: list[int] = []
+        fp8_args: list[Argument] = []
         if cache.k_exponents is not None:
             scratch = self.launcher.scratch(self.launcher.num_threads * head_dim)
             scales = (float_bits(2.0**exponent) for exponent in hadamard_exponents(head_dim))
-            addresses = (part.data_ptr() for part in (*cache.parts[2:], scratch))
-            fp8_args = [*addresses, hadamard_size(head_dim), *scales]
+            fp8_args = [*cache.parts[2:], scratch, hadamard_size(head_dim), *scales]
         self._launch(
             dense.rope_write,
-            qkv.data_ptr(),
-            rope.data_ptr(),
-            0 if norm is None else norm.q.data_ptr(),
-            0 if norm is None else norm.k.data_ptr(),
-            0 if norm is None else float_bits(norm.eps),
-            positions.data_ptr(),
-            slot_mapping.data_ptr(),
-            cache.k.data_ptr(),
-            cache.v.data_ptr(),
+            *(qkv, rope),
+            *((None, None, None) if norm is None else (norm.q, norm.k, float_bits(norm.eps))),
+            *(positions, slot_mapping, cache.k, cache.v),
             num_tokens,
             per_token - 2 * num_kv_heads,
             num_kv_heads,
@@ -145,22 +133,50 @@ class NumbaOps:
             other=cache.k.dtype,
         )
 
+    def gated_delta_net(
+        self,
+        inputs: DeltaNetInputs,
+        weights: DeltaNetWeights,
+        state: LayerState,
+        rows: RecurrentRows,
+    ) -> Tensor:
+        _, num_heads, key_dim, value_dim = state.recurrent.shape
+        num_channels, conv_size = weights.conv.shape
+        key_heads = (num_channels - num_heads * value_dim) // (2 * key_dim)
+        parts = inputs.qkv, inputs.z, inputs.b, inputs.a
+        offsets = None if rows.counts is None else torch.tensor([0, *accumulate(rows.counts)])
+        out = self._empty(*inputs.z.shape)
+        scratch = self.launcher.scratch(self.launcher.num_threads * 2 * (key_dim + value_dim))
+        self._launch(
+            delta_net.gated_delta_net,
+            out,
+            *parts,
+            *(part.stride(0) for part in parts),
+            *(weights.conv, weights.decay, weights.dt_bias),
+            *(weights.norm.weight, float_bits(weights.norm.eps)),
+            *(state.recurrent, state.recurrent.stride(0)),
+            *(state.conv, state.conv.stride(0)),
+            *(rows.slots, offsets, scratch),
+            *(len(rows.slots), key_heads, num_heads // key_heads, key_dim, value_dim, conv_size),
+            weights.is_tiled,
+        )
+        return out
+
     def act_and_mul(self, gate_up: Tensor, activation: Activation) -> Tensor:
         num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
         out = self._empty(num_rows, size)
         curve = [float_bits(factor) for factor in ACTIVATIONS[activation]]
-        self._launch(dense.act_and_mul, out.data_ptr(), gate_up.data_ptr(), num_rows, size, *curve)
+        self._launch(dense.act_and_mul, out, gate_up, num_rows, size, *curve)
         return out
 
     def multiply_sigmoid(self, x: Tensor, gate: Tensor, base: Tensor | None = None) -> Tensor:
-        addresses = x.data_ptr(), gate.data_ptr(), 0 if base is None else base.data_ptr()
-        sizes = *x.shape, gate.stride(0), gate.shape[1] == 1
-        self._launch(dense.multiply_sigmoid, *addresses, *sizes)
+        is_single = gate.shape[1] == 1
+        self._launch(dense.multiply_sigmoid, x, gate, base, *x.shape, gate.stride(0), is_single)
         return x
 
     def scale_logits(self, logits: Tensor, scale: float, softcap: float | None) -> Tensor:
         factors = float_bits(scale), float_bits(softcap or 0.0)
-        self._launch(dense.scale_logits, logits.data_ptr(), logits.numel(), *factors)
+        self._launch(dense.scale_logits, logits, logits.numel(), *factors)
         return logits
 
     def pack_linear(
@@ -194,18 +210,15 @@ class NumbaOps:
         num_out, num_in = weight.shape
         max_rows = self.max_linear_rows
         num_threads = self.launcher.num_threads
-        bias_address = 0 if bias is None else bias.data_ptr()
 
         def run(x: Tensor) -> Tensor:
             num_rows = x.shape[0]
             if num_rows > max_rows:
                 return run_many(x)
             x, y = x.contiguous(), self._empty(num_rows, num_out, dtype=out_dtype)
-            scratch_size = num_threads * (num_rows * num_in + dense.TILE)
-            scratch = self.launcher.scratch(scratch_size)
-            addresses = y.data_ptr(), x.data_ptr(), weight.data_ptr(), bias_address
+            scratch = self.launcher.scratch(num_threads * (num_rows * num_in + dense.TILE))
             sizes = num_rows, num_out, num_in
-            self._launch(dense.linear, *addresses, scratch.data_ptr(), *sizes, other=out_dtype)
+            self._launch(dense.linear, y, x, weight, bias, scratch, *sizes, other=out_dtype)
             return y
 
         return run

@@ -50,9 +50,9 @@ class OnlyViews(_RefuseCompute, TorchDispatchMode):
 class Program:
     """A sequence of kernel calls, and the tensors that they point to."""
 
-    def __init__(self, instructions: np.ndarray, kept: list[Tensor], pool: ThreadPool) -> None:
+    def __init__(self, instructions: np.ndarray, tensors: list[Tensor], pool: ThreadPool) -> None:
         self.instructions = instructions
-        self._kept = kept
+        self._tensors = tensors  # the instructions hold only their addresses
         self._pool = pool
         sizes = len(instructions), pool.num_threads
         self._header = np.array([instructions.ctypes.data, *sizes, *pool.openmp_calls], np.int64)
@@ -87,12 +87,15 @@ class ThreadPool:
             self._start_threads(self._function, header, self.chooser.num_threads, 0)
 
 
+Argument = Tensor | int | None  # kernels get the address of a tensor, and 0 for None
+
+
 @dataclass(frozen=True, slots=True)
 class Capture:
     """A program that is being captured."""
 
     instructions: list[tuple[int, ...]]
-    kept: list[Tensor]
+    tensors: list[Tensor]
 
 
 class Launcher:
@@ -109,7 +112,7 @@ class Launcher:
         self._kernels: dict[tuple[Any, torch.dtype | None], Any] = {}
         self._capture: Capture | None = None
 
-    def launch(self, kernel: Any, *args: int, other: torch.dtype | None = None) -> None:
+    def launch(self, kernel: Any, *args: Argument, other: torch.dtype | None = None) -> None:
         """Run a kernel, compiling it on first use.
 
         `other` is the dtype of the KV cache or of the output, if the kernel has such a parameter.
@@ -120,25 +123,27 @@ class Launcher:
             self._kernels[key] = compile_kernel(self.compiler, kernel, *dtypes)
         self.call(self._kernels[key].address, *args)
 
-    def call(self, address: int, *args: int) -> None:
+    def call(self, address: int, *args: Argument) -> None:
         """Run the compiled kernel at an address, or record the call during a capture."""
+        # isinstance(arg, Tensor) would be slower, and this runs several times per layer.
+        integers = [
+            arg if isinstance(arg, int) else 0 if arg is None else arg.data_ptr() for arg in args
+        ]
         if self._capture is not None:
-            self._capture.instructions.append((address, *args))
+            self._capture.instructions.append((address, *integers))
+            self._capture.tensors.extend(arg for arg in args if isinstance(arg, Tensor))
             return
-        self._single.instructions[0, : 1 + len(args)] = (address, *args)
+        self._single.instructions[0, : 1 + len(integers)] = (address, *integers)
         self._single.run()
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Allocate the output of a kernel; a captured program keeps it alive."""
-        tensor = torch.empty(shape, dtype=dtype or self.dtype)
-        self._keep(tensor)
-        return tensor
+        """Allocate the output of a kernel."""
+        return torch.empty(shape, dtype=dtype or self.dtype)
 
     def scratch(self, size: int) -> Tensor:
         """Return float32 scratch memory for the next kernel; later kernels may overwrite it."""
         if len(self._scratch) < size:
             self._scratch = torch.empty(2 * size, dtype=torch.float32)
-        self._keep(self._scratch)
         return self._scratch
 
     def capture(self, function: Callable[[], Tensor]) -> tuple[Program, Tensor]:
@@ -155,11 +160,7 @@ class Launcher:
         instructions = np.zeros((len(capture.instructions), PROGRAM_WIDTH), np.int64)
         for i, instruction in enumerate(capture.instructions):
             instructions[i, : len(instruction)] = instruction
-        return Program(instructions, capture.kept, self._pool), output
-
-    def _keep(self, tensor: Tensor) -> None:
-        if self._capture is not None:
-            self._capture.kept.append(tensor)
+        return Program(instructions, capture.tensors, self._pool), output
 
 
 def find_openmp() -> ctypes.CDLL | None:

@@ -19,7 +19,14 @@ from torch import Tensor, nn
 from nanovllm.attention.backend import AttentionSpec
 from nanovllm.checkpoint.find import Checkpoint, is_mxfp4, stores_quantized
 from nanovllm.checkpoint.multimodal import NOT_TEXT
-from nanovllm.config import DTYPES, EngineConfig, LayerAttention, ModelConfig, RopeConfig
+from nanovllm.config import (
+    DTYPES,
+    ConfigJson,
+    EngineConfig,
+    LayerAttention,
+    ModelConfig,
+    RopeConfig,
+)
 from nanovllm.errors import CheckpointError, ConfigError, UnsupportedModelError
 from nanovllm.layers.build import BuildContext
 from nanovllm.models.config_json import INT32_MAX, MAX_LAYERS, read_architecture
@@ -51,7 +58,7 @@ UNUSED: dict[str, Any] = {
 }
 
 
-def read_config(config: Mapping[str, Any]) -> ModelConfig:
+def read_config(config: ConfigJson) -> ModelConfig:
     """Return the sizes of a model that transformers implements; reject models we cannot run."""
     calls: list[AttentionCall] = []
     causal_lm_class, hf_config = find_class(config)
@@ -71,7 +78,7 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
         raise refusal(config, problem)
     head_dim, hidden_size = max(call.head_dim for call in calls), hidden.shape[-1]
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
-    found = partial(getattr, hf_config)
+    read_field = partial(getattr, hf_config)
     return ModelConfig(
         architecture=causal_lm_class.__name__,
         vocab_size=vocab_size,
@@ -81,8 +88,8 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
         num_kv_heads=max(call.num_kv_heads for call in calls),
         head_dim=head_dim + head_dim % 2,
         layers=tuple(LayerAttention(RopeConfig(0.0), call.spec.window) for call in calls),
-        tie_word_embeddings=bool(found("tie_word_embeddings", False)),
-        max_position_embeddings=found("max_position_embeddings", None) or INT32_MAX,
+        tie_word_embeddings=bool(read_field("tie_word_embeddings", False)),
+        max_position_embeddings=read_field("max_position_embeddings", None) or INT32_MAX,
         dtype=dtype if dtype in DTYPES else "float32",
         transformers_config=config,
         **UNUSED,
@@ -109,7 +116,7 @@ def create_on_meta(causal_lm_class: Any, hf_config: Any, dtype: torch.dtype) -> 
         return causal_lm_class._from_config(hf_config, dtype=dtype, attn_implementation=ATTENTION)
 
 
-def find_class(config: Mapping[str, Any]) -> tuple[Any, Any]:
+def find_class(config: ConfigJson) -> tuple[Any, Any]:
     """Return transformers' class for an architecture, and its config; reject all but decoders."""
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -195,7 +202,7 @@ def has_padding_position(module: nn.Module) -> bool:
     return isinstance(positions, nn.Embedding) and positions.padding_idx is not None
 
 
-def refusal(config: Mapping[str, Any], reason: str) -> UnsupportedModelError:
+def refusal(config: ConfigJson, reason: str) -> UnsupportedModelError:
     [architecture] = config["architectures"]
     return UnsupportedModelError(
         f"architecture {architecture!r} is not supported by transformers' model code in this "
@@ -271,16 +278,16 @@ def load_pretrained(causal_lm_class: Any, checkpoint: Checkpoint, **options: Any
 
     if is_mxfp4(checkpoint.config):
         options["quantization_config"] = Mxfp4Config(dequantize=True)
-    causal_lm, found = causal_lm_class.from_pretrained(
+    causal_lm, info = causal_lm_class.from_pretrained(
         checkpoint.path,
         local_files_only=True,
         output_loading_info=True,
         key_mapping=TEXT_KEYS,
         **options,
     )
-    found["unexpected_keys"] = {key for key in found["unexpected_keys"] if not NOT_TEXT.match(key)}
+    info["unexpected_keys"] = {key for key in info["unexpected_keys"] if not NOT_TEXT.match(key)}
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
-        if names := sorted(map(str, found[kind])):
+        if names := sorted(map(str, info[kind])):
             which = ", ".join(names[:MAX_NAMED])
             raise CheckpointError(f"{checkpoint.path}: {kind.replace('_', ' ')}: {which}")
     if is_mxfp4(checkpoint.config):  # dequantized to bfloat16

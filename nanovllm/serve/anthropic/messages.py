@@ -187,15 +187,14 @@ def _without_hosted(tools: Any) -> Any:
     """Drop the tools that Anthropic defines or runs; they have a type other than custom."""
     if not isinstance(tools, list):
         return tools
-    kinds = [tool.get("type") if isinstance(tool, dict) else None for tool in tools]
-    for kind in kinds:
+    custom = []
+    for tool in tools:
+        kind = tool.get("type") if isinstance(tool, dict) else None
         if isinstance(kind, str) and kind != "custom":
             log_ignored(logging.INFO, "/v1/messages", f"tools of type {kind!r:.60}", NOT_HOSTED)
-    return [
-        tool
-        for tool, kind in zip(tools, kinds, strict=True)
-        if not isinstance(kind, str) or kind == "custom"
-    ]
+        else:
+            custom.append(tool)
+    return custom
 
 
 class CountRequest(ApiModel):

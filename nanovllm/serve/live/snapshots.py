@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -12,42 +11,10 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.timing import SequenceEnd, StepLog, StepTiming
 from nanovllm.serve.core_messages import CoreStats
 from nanovllm.serve.live.engine_state import EngineState, SequenceState, SequenceStatus
-from nanovllm.serve.live.step_mode import StepMode
 
-SNAPSHOT_SECONDS = 0.1  # minimum time between snapshots of a core that is not paused
 MAX_QUEUE = 64  # maximum number of waiting, and of postponed, sequences in a snapshot
 
 T = TypeVar("T", StepTiming, SequenceEnd)
-
-
-class SnapshotThrottle:
-    """Limits the rate of snapshots; exists only while a client is subscribed."""
-
-    def __init__(self, core: EngineCore) -> None:
-        self._core = core
-        self._stats: CoreStats | None = None  # statistics in the last snapshot
-        self._earliest = 0.0  # earliest time of the next snapshot
-        self._log = core.log = StepLog()
-
-    def stop(self) -> None:
-        self._core.log = None
-
-    def restart(self) -> None:
-        """Make a snapshot due even if nothing changed: a client that just subscribed has none."""
-        self._stats = None
-
-    def snapshot(self, stats: CoreStats, paused: StepMode | None = None) -> EngineState | None:
-        """Return a snapshot; None if nothing changed or the last one is too recent.
-
-        Every step of a paused engine gets a snapshot.
-        """
-        core, now = self._core, time.perf_counter()
-        is_changed = stats != self._stats or self._log.timings or self._log.ended
-        if not is_changed or (now < self._earliest and paused is None):
-            return None
-        self._stats, self._earliest = stats, now + SNAPSHOT_SECONDS
-        state = take_snapshot(core, self._log, stats, now)
-        return state if paused is None else paused.explain(state)
 
 
 def take_snapshot(core: EngineCore, log: StepLog, stats: CoreStats, now: float) -> EngineState:

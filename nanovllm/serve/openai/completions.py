@@ -6,8 +6,10 @@ import codecs
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 from uuid import uuid4
+
+from pydantic import Field, model_validator
 
 from nanovllm.engine.logprobs import text_within
 from nanovllm.outputs import Logprob
@@ -15,11 +17,27 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.generation import ApiResponse, GenerationJob, Logprobs, Update
 from nanovllm.serve.http_responses import Event
 from nanovllm.serve.openai.openai_logprobs import prompt_logprobs_by_id, token_bytes
-from nanovllm.serve.protocol import CompletionRequest, SamplingFields, StreamOptions
+from nanovllm.serve.protocol import MAX_TOP_LOGPROBS, SamplingFields, StreamOptions, Texts
 from nanovllm.serve.service import Service
+from nanovllm.validation import require
 
 DEFAULT_MAX_TOKENS = 16
 _Decoder = codecs.getincrementaldecoder("utf-8")
+
+
+class CompletionRequest(SamplingFields):
+    prompt: Texts
+    max_tokens: int | None = Field(None, ge=0)
+    logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    echo: bool | None = None
+    best_of: Literal[1] | None = None
+    add_special_tokens: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_echo(self) -> CompletionRequest:
+        is_valid = self.max_tokens != 0 or self.echo
+        require(is_valid, "max_tokens", "at least 1, or 0 with echo", self.max_tokens)
+        return self
 
 
 async def create_completion(service: Service, request: CompletionRequest) -> CompletionResponse:
@@ -28,8 +46,7 @@ async def create_completion(service: Service, request: CompletionRequest) -> Com
     special = request.add_special_tokens
     options = {} if special is None else {"add_special_tokens": special}
     prompts = await service.all_token_ids(request.prompt, "prompt", **options)
-    if request.truncate_prompt_tokens is not None and request.truncate_prompt_tokens > 0:
-        prompts = [prompt[-request.truncate_prompt_tokens :] for prompt in prompts]
+    prompts = list(map(request.truncate, prompts))
     service.check_num_sequences(len(prompts), request.n or 1)
     limits = (request.max_tokens, DEFAULT_MAX_TOKENS, "prompt")
     lengths = [service.max_tokens(len(prompt), *limits) for prompt in prompts]

@@ -6,15 +6,25 @@ import asyncio
 import base64
 from collections.abc import AsyncGenerator, Sequence
 from functools import partial
+from typing import Literal
 
 import numpy as np
 
 from nanovllm.engine.step import Pooling
 from nanovllm.errors import RequestError, at_index
 from nanovllm.outputs import EmbeddingOutput
+from nanovllm.serve.fields import COMMON
 from nanovllm.serve.http_responses import Event, EventStream
-from nanovllm.serve.protocol import EmbeddingRequest
+from nanovllm.serve.protocol import ApiModel, Texts
 from nanovllm.serve.service import Service
+
+
+class EmbeddingRequest(ApiModel):
+    policy = COMMON
+    input: Texts
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    normalize: bool | None = None
 
 
 async def create_embedding(service: Service, request: EmbeddingRequest) -> EmbeddingResponse:

@@ -31,15 +31,15 @@ def logprob_entries(
 ) -> list[Entry]:
     """Return the logprobs of tokens in the format of the chat and Responses APIs."""
 
-    def entry(token_id: int, known: dict[int, Logprob]) -> dict[str, Any]:
+    def entry(token_id: int, logprobs: dict[int, Logprob]) -> dict[str, Any]:
         top = [
             _logprob(tokenizer, each, logprob)
-            for each, logprob in known.items()
+            for each, logprob in logprobs.items()
             if logprob.rank <= num_top
         ]
-        return {**_logprob(tokenizer, token_id, known[token_id]), "top_logprobs": top}
+        return {**_logprob(tokenizer, token_id, logprobs[token_id]), "top_logprobs": top}
 
-    return [partial(entry, token_id, known) for token_id, known in tokens]
+    return [partial(entry, token_id, logprobs) for token_id, logprobs in tokens]
 
 
 def _logprob(tokenizer: PreTrainedTokenizerBase, token_id: int, logprob: Logprob) -> dict[str, Any]:
@@ -76,8 +76,8 @@ def covering(
     num_bytes, start = len(text.encode("utf-8", "replace")), len(tokens)
     while start > 0 and num_bytes > 0:
         start -= 1
-        token_id, known = tokens[start]
-        num_bytes -= len(token_bytes(tokenizer, token_id, known[token_id].decoded_token or " "))
+        token_id, logprobs = tokens[start]
+        num_bytes -= len(token_bytes(tokenizer, token_id, logprobs[token_id].decoded_token or " "))
     return tokens[start:]
 
 
@@ -85,8 +85,8 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase, token_id: int, text: str) ->
     """Return the bytes of a token; its text has U+FFFD in place of an incomplete character."""
     if REPLACEMENT in text:
         (written,) = tokenizer.convert_ids_to_tokens([token_id])
-        if found := _FALLBACK.fullmatch(written):
-            return bytes.fromhex(found.group(1))
+        if match := _FALLBACK.fullmatch(written):
+            return bytes.fromhex(match.group(1))
         if all(char in _BYTE_LEVEL for char in written):
             return bytes(_BYTE_LEVEL[char] for char in written)
     return text.encode("utf-8", "replace")

@@ -8,12 +8,29 @@ from dataclasses import asdict
 from typing import Any
 from uuid import uuid4
 
+from pydantic import Field
+
 from nanovllm.engine.reranking import label_ids, ranked, rerank_prompts
 from nanovllm.outputs import EmbeddingOutput
+from nanovllm.serve.fields import COMMON
 from nanovllm.serve.http_responses import Event
 from nanovllm.serve.openai.embeddings import PooledResponse, tokenize_prompts
-from nanovllm.serve.protocol import RerankRequest
+from nanovllm.serve.protocol import ApiModel, Listed
 from nanovllm.serve.service import Service
+
+
+class RerankDocument(ApiModel):
+    text: str
+
+
+class RerankRequest(ApiModel):
+    policy = COMMON
+    query: str
+    documents: Listed[str | RerankDocument]
+    model: str | None = None
+    top_n: int | None = Field(None, ge=0)  # 0: all documents, as in vLLM
+    return_documents: bool | None = None
+    instruction: str | None = None
 
 
 async def create_rerank(service: Service, request: RerankRequest) -> RerankResponse:

@@ -265,8 +265,8 @@ class ResponsesRequest(ApiModel):
     def read_tools(self) -> dict[str, ResponseTool]:
         """Return the tools of the request and of the history by the names that the model sees."""
         items = self.input if isinstance(self.input, list) else []
-        found = [tool for item in items for tool in _found_tools(item)]
-        return {tool.flat_name: tool for tool in (*found, *read_tools(self.tools or []))}
+        added = [tool for item in items for tool in _found_tools(item)]
+        return {tool.flat_name: tool for tool in (*added, *read_tools(self.tools or []))}
 
     def chat(self, tools: Mapping[str, ResponseTool]) -> AgentRequest:
         messages = _messages(self.input)
@@ -274,9 +274,9 @@ class ResponsesRequest(ApiModel):
             system = {"role": "system", "content": self.instructions, "path": "instructions"}
             messages.insert(0, system)
         require(messages, "input", "at least one item", self.input)
-        given = list(read_tools(self.tools or []))
-        listed = [tool.function for tool in given if not tool.is_deferred]
-        names = {tool.flat_name for tool in given if not tool.is_deferred}
+        own_tools = list(read_tools(self.tools or []))
+        listed = [tool.function for tool in own_tools if not tool.is_deferred]
+        names = {tool.flat_name for tool in own_tools if not tool.is_deferred}
         fields = self.model_dump(include=SHARED) | {
             "content_paths": [message.pop("path") for message in messages],
             "messages": messages,
@@ -308,8 +308,8 @@ def _tool_choice(choice: str | dict[str, Any] | None) -> Any:
 def _found_tools(item: dict[str, Any]) -> list[ResponseTool]:
     """Return the tools that an item of the history adds, without malformed ones."""
     tools = item.get("tools") if item.get("type") in ADDED_TOOLS else None
-    found = read_tools(tools) if isinstance(tools, list) else ()
-    return [tool for tool in found if is_tool(tool.function)]
+    added = read_tools(tools) if isinstance(tools, list) else ()
+    return [tool for tool in added if is_tool(tool.function)]
 
 
 def _messages(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -352,9 +352,9 @@ def _message(item: dict[str, Any], path: str) -> dict[str, Any]:
             arguments = json.dumps(arguments, ensure_ascii=False)
             return _call({**item, "name": SEARCH}, arguments)
         case {"type": "tool_search_output" | "additional_tools"}:
-            found = [json.dumps(tool.function, ensure_ascii=False) for tool in _found_tools(item)]
+            texts = [json.dumps(tool.function, ensure_ascii=False) for tool in _found_tools(item)]
             role = "developer" if call_id is None else "tool"
-            text = "\n".join(found) or "no tools were found"
+            text = "\n".join(texts) or "no tools were found"
             return {"role": role, "tool_call_id": call_id, "content": text}
         case {"type": "function_call_output" | "custom_tool_call_output"}:
             output = item.get("output") or ""

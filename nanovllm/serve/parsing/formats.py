@@ -161,12 +161,12 @@ def choose_formats(
 
 def _choose(formats: tuple[T, ...], name: str | None, chat_template: str) -> T | None:
     if name is None:
-        found = (
+        matching = (
             each
             for each in formats
             if all(marker in chat_template for marker in each.template_markers)
         )
-        return next(found, None)
+        return next(matching, None)
     by_name = {each.name: each for each in formats}
     if name not in by_name:
         raise ConfigError(f"unknown parser {name!r}; choose one of: {', '.join(by_name)}")

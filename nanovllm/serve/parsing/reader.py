@@ -53,11 +53,11 @@ class Reader:
 
     def run(self, pattern: re.Pattern[str]) -> str:
         """Consume and return the part of a match that has arrived; more may follow."""
-        found = pattern.match(self._text, self.pos - self._start)
-        if found is None:
+        match = pattern.match(self._text, self.pos - self._start)
+        if match is None:
             return ""
-        self.pos += len(found.group())
-        return found.group()
+        self.pos += len(match.group())
+        return match.group()
 
     def skip(self, is_skipped: Callable[[str], bool]) -> Waits[None]:
         while (char := (yield from self.peek())) and is_skipped(char):
@@ -100,13 +100,13 @@ class Reader:
         pattern = re.compile("|".join(map(re.escape, stops)) or "(?!)")
         while True:
             start = self.pos - self._start
-            found = pattern.search(self._text, start)
-            end = found.start() if found else len(self._text)
-            if not found and not self._is_over:
+            match = pattern.search(self._text, start)
+            end = match.start() if match else len(self._text)
+            if not match and not self._is_over:
                 end -= num_held(self._text[start:], stops)
             self.pos = self._start + end
             sink(self._text[start:end])
-            if found:
-                return found.group()
+            if match:
+                return match.group()
             if not (yield from self.more()):
                 return ""

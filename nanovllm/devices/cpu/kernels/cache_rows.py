@@ -39,6 +39,18 @@ SHIFTED_BITS = 0x46800000
 
 
 @inlined
+def find_row(
+    offset: int, kv_head: int, num_kv_heads: int, head_dim: int, block_size: int
+) -> tuple[int, int]:
+    """Return the index of a row's first element in the cache, and that of its exponent.
+
+    `offset` is the token's position in the cache, in units of tokens.
+    """
+    place = (offset // block_size * num_kv_heads + kv_head) * block_size + offset % block_size
+    return (offset * num_kv_heads + kv_head) * head_dim, place
+
+
+@inlined
 def store_row(
     cache: Any, base: int, exponents: Any, place: int, x: Any, first: int, dim: int, cached: Any
 ) -> None:

@@ -22,7 +22,7 @@ from nanovllm.devices.cpu.kernels.intrinsics import (
 def gated_delta_net(args: Any, thread: int, num_threads: int, like: Any) -> None:
     """Implement Ops.gated_delta_net; without `offsets`, each row has one token.
 
-    numba_delta_net.py lists the arguments. Each thread takes one key head of one row at a time,
+    NumbaOps lists the arguments. Each thread takes one key head of one row at a time,
     with the value heads that share it. For each thread, `scratch` holds the q, k and v of a head,
     and either the update of its state or its output.
     """
@@ -34,11 +34,8 @@ def gated_delta_net(args: Any, thread: int, num_threads: int, like: Any) -> None
     eps = as_float(uint32(args[13]))
     state, state_stride = pointer_to(args[14], float32(0)), args[15]
     history, history_stride = pointer_to(args[16], like), args[17]
-    slots, offsets, has_offsets = (
-        pointer_to(args[18], int64(0)),
-        pointer_to(args[19], int64(0)),
-        args[19] != 0,
-    )
+    slots = pointer_to(args[18], int64(0))
+    offsets, has_offsets = pointer_to(args[19], int64(0)), args[19] != 0
     scratch = pointer_to(args[20], float32(0))
     num_rows, key_heads, group = args[21], args[22], args[23]
     key_dim, value_dim, conv_size, is_tiled = args[24], args[25], args[26], args[27] != 0
@@ -73,8 +70,8 @@ def gated_delta_net(args: Any, thread: int, num_threads: int, like: Any) -> None
                     scratch[i] = float32(0)
                 add_weighted(scratch, change, state, base, value_dim, k, key_dim, value_dim)
                 for i in range(value_dim):
-                    known = decay * scratch[change + i]
-                    scratch[change + i] = beta * (scratch[v + i] - known)
+                    prediction = decay * scratch[change + i]
+                    scratch[change + i] = beta * (scratch[v + i] - prediction)
                 for i in range(key_dim):
                     weight, at = scratch[k + i], base + i * value_dim
                     for j in range(value_dim):

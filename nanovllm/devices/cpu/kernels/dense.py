@@ -14,6 +14,7 @@ import numpy as np
 from numba import float32, int32, int64, uint8, uint32
 
 from nanovllm.devices.cpu.kernels.cache_rows import (
+    find_row,
     hadamard_transform,
     quantize_row,
     scale_rows,
@@ -154,12 +155,8 @@ def multiply_sigmoid(args: Any, thread: int, num_threads: int, like: Any) -> Non
 
     A base address of 0 means no base.
     """
-    x, gate, base = (
-        pointer_to(args[0], like),
-        pointer_to(args[1], like),
-        pointer_to(args[2], like),
-    )
-    has_base = args[2] != 0
+    x, gate = pointer_to(args[0], like), pointer_to(args[1], like)
+    base, has_base = pointer_to(args[2], like), args[2] != 0
     num_rows, size, gate_stride, is_single = args[3], args[4], args[5], args[6] != 0
     begin, end = thread * size // num_threads, (thread + 1) * size // num_threads
     for row in range(num_rows):
@@ -192,18 +189,12 @@ def rope_write(args: Any, thread: int, num_threads: int, like: Any, cached: Any)
     qkv, rope = pointer_to(args[0], like), pointer_to(args[1], float32(0))
     q_norm, k_norm = pointer_to(args[2], float32(0)), pointer_to(args[3], float32(0))
     has_norm, eps = args[2] != 0, as_float(uint32(args[4]))
-    positions, slot_mapping = (
-        pointer_to(args[5], int64(0)),
-        pointer_to(args[6], int64(0)),
-    )
+    positions, slot_mapping = pointer_to(args[5], int64(0)), pointer_to(args[6], int64(0))
     k_cache, v_cache = pointer_to(args[7], cached), pointer_to(args[8], cached)
     num_tokens, num_heads = args[9], args[10]
     num_kv_heads, head_dim, block_size, rope_stride = args[11], args[12], args[13], args[14]
     token_stride = args[15]
-    k_exponents, v_exponents = (
-        pointer_to(args[16], uint8(0)),
-        pointer_to(args[17], uint8(0)),
-    )
+    k_exponents, v_exponents = pointer_to(args[16], uint8(0)), pointer_to(args[17], uint8(0))
     scratch, size = pointer_to(args[18], float32(0)), args[19]
     of_q, of_k = as_float(uint32(args[20])), as_float(uint32(args[21]))
     num_rotated = num_heads + num_kv_heads
@@ -229,9 +220,7 @@ def rope_write(args: Any, thread: int, num_threads: int, like: Any, cached: Any)
                     store(qkv, base + i, scratch[transform_at + i])
             continue
         kv_head, offset = (head - num_heads) % num_kv_heads, slot_mapping[token]
-        row = (offset * num_kv_heads + kv_head) * head_dim
-        place = (offset // block_size * num_kv_heads + kv_head) * block_size
-        place += offset % block_size
+        row, place = find_row(offset, kv_head, num_kv_heads, head_dim, block_size)
         if head >= num_rotated:
             store_row(v_cache, row, v_exponents, place, qkv, base, head_dim, cached)
         elif is_fp8(cached):
@@ -257,10 +246,7 @@ def attend(args: Any, thread: int, num_threads: int, like: Any, cached: Any) -> 
     num_kv_heads, head_dim, block_size = args[13], args[14], args[15]
     scale, window, softcap = as_float(uint32(args[16])), args[17], as_float(uint32(args[18]))
     sinks, has_sinks = pointer_to(args[19], float32(0)), args[19] != 0
-    k_exponents, v_exponents = (
-        pointer_to(args[20], uint8(0)),
-        pointer_to(args[21], uint8(0)),
-    )
+    k_exponents, v_exponents = pointer_to(args[20], uint8(0)), pointer_to(args[21], uint8(0))
     group = num_heads // num_kv_heads
     queries = thread * group * (2 * head_dim + max_length)
     sums = queries + group * head_dim
@@ -276,12 +262,9 @@ def attend(args: Any, thread: int, num_threads: int, like: Any, cached: Any) -> 
             scratch[queries + i] = load(q, tokens[row] * q_stride + first_head + i) * scale
             scratch[sums + i] = float32(0)
         for block in range(first // block_size, (length + block_size - 1) // block_size):
-            begin = max(block * block_size, first)
-            count = min((block + 1) * block_size, length) - begin
-            base = (tables[table + block] * block_size + begin % block_size) * stride
-            base += kv_head * head_dim
-            place = (tables[table + block] * num_kv_heads + kv_head) * block_size
-            place += begin % block_size
+            begin, count = _span(block, block_size, first, length)
+            offset = tables[table + block] * block_size + begin % block_size
+            base, place = find_row(offset, kv_head, num_kv_heads, head_dim, block_size)
             for i in range(group):
                 query, score = queries + i * head_dim, scores + i * max_length + begin
                 _dots(k_cache, base, stride, scratch, query, head_dim, score, count)
@@ -294,12 +277,9 @@ def attend(args: Any, thread: int, num_threads: int, like: Any, cached: Any) -> 
             sink = sinks[kv_head * group + i] if has_sinks else scratch[at]
             _softmax(scratch, at, length - first, sink, has_sinks)
         for block in range(first // block_size, (length + block_size - 1) // block_size):
-            begin = max(block * block_size, first)
-            count = min((block + 1) * block_size, length) - begin
-            base = (tables[table + block] * block_size + begin % block_size) * stride
-            base += kv_head * head_dim
-            place = (tables[table + block] * num_kv_heads + kv_head) * block_size
-            place += begin % block_size
+            begin, count = _span(block, block_size, first, length)
+            offset = tables[table + block] * block_size + begin % block_size
+            base, place = find_row(offset, kv_head, num_kv_heads, head_dim, block_size)
             for i in range(group):
                 probs = scores + i * max_length + begin
                 scale_rows(scratch, probs, v_exponents, place, count, cached)
@@ -308,6 +288,13 @@ def attend(args: Any, thread: int, num_threads: int, like: Any, cached: Any) -> 
                 )
         for i in range(group * head_dim):
             store(out, tokens[row] * num_heads * head_dim + first_head + i, scratch[sums + i])
+
+
+@inlined
+def _span(block: int, block_size: int, first: int, length: int) -> tuple[int, int]:
+    """Return the first position of a block from `first` on, and how many lie below `length`."""
+    begin = max(block * block_size, first)
+    return begin, min((block + 1) * block_size, length) - begin
 
 
 @inlined

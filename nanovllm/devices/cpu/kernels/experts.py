@@ -60,7 +60,7 @@ def _best_after(ids: Any, pair: int, choice: int, logits: Any, row_start: int, c
 
 
 @kernel
-def group(args: Any, thread: int, num_threads: int, like: Any) -> None:
+def sort_pairs(args: Any, thread: int, num_threads: int, like: Any) -> None:
     """Sort pairs by expert into `order`; starts[expert] is the index of the expert's first pair."""
     order, starts = pointer_to(args[0], int32(0)), pointer_to(args[1], int32(0))
     ids, num_pairs, num_experts = pointer_to(args[2], int32(0)), args[3], args[4]
@@ -87,11 +87,8 @@ def grouped_linear(args: Any, thread: int, num_threads: int, like: Any) -> None:
     `scratch` holds, per thread, the sums of a tile, and up to `max_rows` rows of x in float32: the
     rows of the current expert.
     """
-    y, x, weight = (
-        pointer_to(args[0], like),
-        pointer_to(args[1], like),
-        pointer_to(args[2], like),
-    )
+    y, x = pointer_to(args[0], like), pointer_to(args[1], like)
+    weight = pointer_to(args[2], like)
     order, starts = pointer_to(args[3], int32(0)), pointer_to(args[4], int32(0))
     scratch, max_rows = pointer_to(args[5], float32(0)), args[6]
     num_experts, per_row = args[7], args[8]
@@ -111,16 +108,8 @@ def grouped_linear(args: Any, thread: int, num_threads: int, like: Any) -> None:
             row_start = (expert * num_out + out) * num_in
             for row in range(0, num_rows, MAX_TILE_ROWS):
                 count = min(MAX_TILE_ROWS, num_rows - row)
-                _dot_tile(
-                    weight,
-                    row_start,
-                    apart * num_in,
-                    scratch,
-                    xs + row * num_in,
-                    num_in,
-                    sums,
-                    count,
-                )
+                x_row, stride = xs + row * num_in, apart * num_in
+                _dot_tile(weight, row_start, stride, scratch, x_row, num_in, sums, count)
                 for j in range(count * NUM_STREAMS):
                     pair = order[first + row + j // NUM_STREAMS]
                     index = pair * num_out + out + j % NUM_STREAMS * apart

@@ -79,7 +79,9 @@ def _step_layer(layer: nn.Module, rope: Tensor) -> StepLayer | None:
     modules = [attention.qkv_proj, attention.o_proj]
     if isinstance(mlp, GatedMLP):
         modules += [mlp.gate_up_proj, mlp.down_proj]
-    elif type(mlp) is SparseMoeBlock and isinstance(mlp.packed, CudaExperts):
+    elif isinstance(mlp, SparseMoeBlock) and isinstance(mlp.packed, CudaExperts):
+        if mlp.shared_expert is not None:
+            return None
         modules.append(mlp.gate)
         experts = mlp.packed
     packed = [module.packed for module in modules]

@@ -1,20 +1,22 @@
-"""Gemma 3 (text): norms before and after attention and MLP, scaled embeddings, sliding windows."""
+"""Gemma 2 and 3 (text): norms before and after attention and MLP, scaled embeddings, windows.
+
+Gemma 2 has no norms on q and k; its attention scores and logits have softcaps.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from nanovllm.config import ModelConfig
+from nanovllm.config import ConfigJson, LayerAttention, ModelConfig
 from nanovllm.errors import UnsupportedModelError
 from nanovllm.layers.build import BuildContext
 from nanovllm.layers.layernorm import QKNorm
 from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.self_attention import SelfAttention
-from nanovllm.models.config_json import read_model_config
+from nanovllm.models.config_json import read_model_config, read_rope_config
 from nanovllm.models.post_norm import NormNames, SandwichLayer
-from nanovllm.models.sliding_window import mixed_layers
+from nanovllm.models.sliding_window import mixed_layers, sliding_layers, with_window
 
 DEFAULTS = {
     "head_dim": 256,
@@ -40,25 +42,40 @@ NORMS = NormNames(
 )
 
 
-def read_config(config: Mapping[str, Any]) -> ModelConfig:
+def read_config(config: ConfigJson) -> ModelConfig:
     refuse(config, "attn_logit_softcapping", "final_logit_softcapping")
-    given = {**DEFAULTS, **TEXT_DEFAULTS, **_without_null(config)}
-    if given.get("use_bidirectional_attention"):  # the window is centered on the query
-        given["sliding_window"] = given["sliding_window"] // 2 + 1
+    config = {**DEFAULTS, **TEXT_DEFAULTS, **_without_null(config)}
+    if config.get("use_bidirectional_attention"):  # the window is centered on the query
+        config["sliding_window"] = config["sliding_window"] // 2 + 1
     layers = mixed_layers(
-        given,
-        given["sliding_window_pattern"],
-        local_theta=given["rope_local_base_freq"],
-        theta=given.get("rope_theta", 1e6),
+        config,
+        config["sliding_window_pattern"],
+        local_theta=config["rope_local_base_freq"],
+        theta=config.get("rope_theta", 1e6),
     )
     return replace(
-        read_shared_config(given),
+        read_shared_config(config),
         layers=layers,
-        is_causal=not given.get("use_bidirectional_attention"),
+        is_causal=not config.get("use_bidirectional_attention"),
     )
 
 
-def read_shared_config(config: Mapping[str, Any]) -> ModelConfig:
+def read_gemma2_config(config: ConfigJson) -> ModelConfig:
+    refuse(config, "use_bidirectional_attention")
+    model = read_shared_config(config)
+    sliding = sliding_layers(config)
+    model = replace(
+        model,
+        layers=(LayerAttention(read_rope_config(config)),) * len(model.layers),
+        # null in config.json disables a softcap.
+        attention_softcap=config.get("attn_logit_softcapping", 50.0) or None,
+        logits_softcap=config.get("final_logit_softcapping", 30.0) or None,
+    )
+    windowed = range(0, len(model.layers), 2) if sliding is None else sliding
+    return with_window(model, config.get("sliding_window", 4096), windowed)
+
+
+def read_shared_config(config: ConfigJson) -> ModelConfig:
     """Read what Gemma 2 and 3 have in common: all but RoPE, windows and softcaps."""
     config = {**DEFAULTS, **_without_null(config)}
     shared = {"hidden_act": config["hidden_activation"], "rope_parameters": None}
@@ -72,16 +89,21 @@ def read_shared_config(config: Mapping[str, Any]) -> ModelConfig:
     )
 
 
-def refuse(config: Mapping[str, Any], *names: str) -> None:
+def refuse(config: ConfigJson, *names: str) -> None:
     for name in names:
         if config.get(name):
             raise UnsupportedModelError(f"{name}={config[name]!r} in config.json is not supported")
 
 
-def _without_null(config: Mapping[str, Any]) -> dict[str, Any]:
+def _without_null(config: ConfigJson) -> dict[str, Any]:
     return {key: value for key, value in config.items() if value is not None}
 
 
 def build_layer(config: ModelConfig, layer_index: int, build: BuildContext) -> SandwichLayer:
     self_attn = SelfAttention(config, layer_index, build, QKNorm(config, build))
+    return SandwichLayer(config, self_attn, GatedMLP(config, build), build, NORMS)
+
+
+def build_gemma2_layer(config: ModelConfig, layer_index: int, build: BuildContext) -> SandwichLayer:
+    self_attn = SelfAttention(config, layer_index, build)
     return SandwichLayer(config, self_attn, GatedMLP(config, build), build, NORMS)
