@@ -61,19 +61,15 @@ def find_thresholds(
     Call find_maxima with `groups` first.
     """
     num_rows, vocab_size = logits.shape
-    parameters = (slots, columns.temperature, columns.top_k, columns.top_p)
+    parameters = columns.temperature, columns.top_k, columns.top_p
     num_groups = triton.cdiv(vocab_size, GROUP_SIZE)
-    max_splits = workspace.maxima.shape[1]
-    sizes = {
-        "CAPACITY": CAPACITY,
-        "MAX_SPLITS": max_splits,
-        "SPLITS_BLOCK": triton.next_power_of_2(max_splits),
-    }
+    sizes = {"CAPACITY": CAPACITY, "MAX_SPLITS": workspace.maxima.shape[1]}
     _pivot_kernel[(num_rows,)](
         workspace.pivots,
         workspace.num_candidates,
         workspace.group_maxima,
-        *parameters,
+        slots,
+        parameters,
         vocab_size,
         num_groups,
         0 if vocab_size <= CAPACITY else min(NUM_WANTED, num_groups * 3 // 4),
@@ -83,7 +79,8 @@ def find_thresholds(
     )
     found = (
         *(workspace.candidates, workspace.num_candidates, workspace.masses),
-        *(logits, logits.stride(0), *parameters, workspace.maxima, workspace.pivots, vocab_size),
+        *(logits, logits.stride(0), slots, parameters),
+        *(workspace.maxima, workspace.pivots, vocab_size),
     )
     _gather_kernel[(num_rows, split.num_splits)](
         *found,
@@ -138,9 +135,7 @@ def _pivot_kernel(  # type: ignore[no-untyped-def]
     num_candidates,
     group_maxima,
     slots,
-    temperature,
-    top_k,
-    top_p,
+    parameters,
     vocab_size,
     num_groups,
     num_wanted,
@@ -153,9 +148,7 @@ def _pivot_kernel(  # type: ignore[no-untyped-def]
     """
     row = tl.program_id(0)
     tl.store(num_candidates + row, 0)
-    row_temperature, k, p = _load_parameters(
-        tl.load(slots + row), temperature, top_k, top_p, vocab_size
-    )
+    temperature, k, p = _load_parameters(parameters, tl.load(slots + row), vocab_size)
     if (k > 0) | (p < 1.0):
         groups = tl.arange(0, BLOCK)
         maxima = tl.load(
@@ -167,7 +160,7 @@ def _pivot_kernel(  # type: ignore[no-untyped-def]
         # A pivot of 16 bits is precise enough: the number of candidates need not be exact.
         key = _descend(_to_key(maxima), weights, None, num_wanted, False, 16, BLOCK)
         pivot = tl.where(num_wanted > 0, _from_key(key, 16), -float("inf"))
-        tl.store(pivots + row, tl.maximum(pivot, _lowest(tl.max(maxima, 0), row_temperature)))
+        tl.store(pivots + row, tl.maximum(pivot, _lowest(tl.max(maxima, 0), temperature)))
 
 
 @triton.jit(do_not_specialize=["num_tiles", "num_splits"], do_not_specialize_on_alignment=COLUMNS)
@@ -178,9 +171,7 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
     logits,
     stride,
     slots,
-    temperature,
-    top_k,
-    top_p,
+    parameters,
     maxima,
     pivots,
     vocab_size,
@@ -188,24 +179,21 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
     num_splits,
     CAPACITY: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
-    SPLITS_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Gather a split's logits >= pivot, in any order, and sum the mass of all its tokens."""
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
-    row_temperature, k, p = _load_parameters(
-        tl.load(slots + row), temperature, top_k, top_p, vocab_size
-    )
+    temperature, k, p = _load_parameters(parameters, tl.load(slots + row), vocab_size)
     if (k > 0) | (p < 1.0):
-        row_max = load_row_max(maxima + row * MAX_SPLITS, num_splits, SPLITS_BLOCK)
+        row_max = load_row_max(maxima, row, num_splits, MAX_SPLITS)
         pivot = tl.load(pivots + row)
         first_tile, lanes = split * num_tiles, tl.arange(0, BLOCK)
         mass = tl.zeros((BLOCK,), tl.int64)
         count = tl.zeros((BLOCK,), tl.int32)
         for tile in range(first_tile, first_tile + num_tiles):
             value = _load_logits(logits + row * stride, tile * BLOCK + lanes, vocab_size)
-            mass += _mass(value, row_max, row_temperature)
+            mass += _mass(value, row_max, temperature)
             count += (value >= pivot).to(tl.int32)
         tl.store(masses + row * MAX_SPLITS + split, tl.sum(mass, 0))
         total = tl.sum(count, 0)
@@ -228,38 +216,33 @@ def _threshold_kernel(  # type: ignore[no-untyped-def]
     logits,
     stride,
     slots,
-    temperature,
-    top_k,
-    top_p,
+    parameters,
     maxima,
     pivots,
     vocab_size,
     num_splits,
     CAPACITY: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
-    SPLITS_BLOCK: tl.constexpr,
     KEY_BITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
-    row_temperature, k, p = _load_parameters(
-        tl.load(slots + row), temperature, top_k, top_p, vocab_size
-    )
+    temperature, k, p = _load_parameters(parameters, tl.load(slots + row), vocab_size)
     threshold = -float("inf")
     if (k > 0) | (p < 1.0):
-        row_max = load_row_max(maxima + row * MAX_SPLITS, num_splits, SPLITS_BLOCK)
-        splits = tl.arange(0, SPLITS_BLOCK)
+        row_max = load_row_max(maxima, row, num_splits, MAX_SPLITS)
+        splits = tl.arange(0, triton.next_power_of_2(MAX_SPLITS))
         mass = tl.load(masses + row * MAX_SPLITS + splits, mask=splits < num_splits, other=0)
         total = tl.sum(mass, 0)
         count = tl.load(num_candidates + row)
         offsets = tl.arange(0, CAPACITY)
         is_used = offsets < count
         value = tl.load(candidates + row * CAPACITY + offsets, mask=is_used, other=-float("inf"))
-        mass = _mass(value, row_max, row_temperature)
-        is_all = tl.load(pivots + row) <= _lowest(row_max, row_temperature)
+        mass = _mass(value, row_max, temperature)
+        is_all = tl.load(pivots + row) <= _lowest(row_max, temperature)
         is_among = tl.where(k > 0, count >= k, tl.sum(mass, 0) >= _limit(p, total))
-        whole = logits, vocab_size, row_max, row_temperature
+        whole = logits, vocab_size, row_max, temperature
         if (is_all | is_among) & (count <= CAPACITY):
             weights = is_used.to(tl.int32), mass
             k = tl.minimum(k, count)
@@ -288,20 +271,19 @@ def _search(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def load_row_max(maxima, num_splits, SPLITS_BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def load_row_max(maxima, row, num_splits, MAX_SPLITS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return the largest logit of a row, from the maxima of its splits."""
-    splits = tl.arange(0, SPLITS_BLOCK)
+    maxima += row * MAX_SPLITS
+    splits = tl.arange(0, triton.next_power_of_2(MAX_SPLITS))
     return tl.max(tl.load(maxima + splits, mask=splits < num_splits, other=-float("inf")), 0)
 
 
 @triton.jit
-def _load_parameters(slot, temperature, top_k, top_p, vocab_size):  # type: ignore[no-untyped-def]
+def _load_parameters(parameters, slot, vocab_size):  # type: ignore[no-untyped-def]
     """Load a slot's temperature, top_k and top_p; k is 0 and p is 1 if they have no effect."""
-    row_temperature = tl.load(temperature + slot)
-    k = tl.load(top_k + slot)
-    p = tl.load(top_p + slot)
-    k = tl.where((row_temperature > 0.0) & (k < vocab_size), k, 0)
-    return row_temperature, k, tl.where(row_temperature > 0.0, p, 1.0)
+    temperature, k, p = [tl.load(parameter + slot) for parameter in parameters]
+    k = tl.where((temperature > 0.0) & (k < vocab_size), k, 0)
+    return temperature, k, tl.where(temperature > 0.0, p, 1.0)
 
 
 @triton.jit
