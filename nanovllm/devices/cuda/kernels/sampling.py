@@ -77,7 +77,7 @@ def sampling_workspace(
         maxima=table(max_splits),
         group_maxima=table(triton.cdiv(vocab_size, GROUP_SIZE)),
         pivots=table(),
-        candidates=table(CAPACITY),
+        candidates=table(CAPACITY.value),
         num_candidates=table(dtype=torch.int32),
         masses=table(max_splits, dtype=torch.int64),
         thresholds=table(),

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 GROUP_SIZE = 32  # neighboring token ids per group; the groups' maxima determine the pivot
 COLUMNS = ("slots", "context_lens")  # kernel arguments that are slices: their alignment varies
-CAPACITY = 4096  # maximum number of candidates per row
-ROW_BLOCK = 8192  # logits per iteration when a whole row is searched
+CAPACITY = tl.constexpr(4096)  # maximum number of candidates per row
+ROW_BLOCK = tl.constexpr(8192)  # logits per iteration when a whole row is searched
 NUM_WANTED = 2048  # target number of candidates; there may be more (ties, several in a group)
 # Number of leading bits in which two logits of a dtype, as float32, can differ.
 KEY_BITS = {torch.bfloat16: 16, torch.float16: 19, torch.float32: 32}
@@ -63,7 +63,7 @@ def find_thresholds(
     num_rows, vocab_size = logits.shape
     parameters = columns.temperature, columns.top_k, columns.top_p
     num_groups = triton.cdiv(vocab_size, GROUP_SIZE)
-    sizes = {"CAPACITY": CAPACITY, "MAX_SPLITS": workspace.maxima.shape[1]}
+    max_splits = workspace.maxima.shape[1]
     _pivot_kernel[(num_rows,)](
         workspace.pivots,
         workspace.num_candidates,
@@ -86,7 +86,7 @@ def find_thresholds(
         *found,
         split.num_tiles,
         split.num_splits,
-        **sizes,
+        MAX_SPLITS=max_splits,
         BLOCK=split.block,
         num_warps=4,
     )
@@ -94,9 +94,8 @@ def find_thresholds(
         workspace.thresholds,
         *found,
         split.num_splits,
-        **sizes,
+        MAX_SPLITS=max_splits,
         KEY_BITS=KEY_BITS[logits.dtype],
-        BLOCK=ROW_BLOCK,
         num_warps=8,
     )
 
@@ -158,7 +157,7 @@ def _pivot_kernel(  # type: ignore[no-untyped-def]
         )
         weights = (groups < num_groups).to(tl.int32)
         # A pivot of 16 bits is precise enough: the number of candidates need not be exact.
-        key = _descend(_to_key(maxima), weights, None, num_wanted, False, 16, BLOCK)
+        key = _descend(_to_key(maxima), weights, None, num_wanted, False, 16)
         pivot = tl.where(num_wanted > 0, _from_key(key, 16), -float("inf"))
         tl.store(pivots + row, tl.maximum(pivot, _lowest(tl.max(maxima, 0), temperature)))
 
@@ -177,7 +176,6 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
     vocab_size,
     num_tiles,
     num_splits,
-    CAPACITY: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -221,10 +219,8 @@ def _threshold_kernel(  # type: ignore[no-untyped-def]
     pivots,
     vocab_size,
     num_splits,
-    CAPACITY: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     KEY_BITS: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
@@ -246,15 +242,15 @@ def _threshold_kernel(  # type: ignore[no-untyped-def]
         if (is_all | is_among) & (count <= CAPACITY):
             weights = is_used.to(tl.int32), mass
             k = tl.minimum(k, count)
-            threshold = _search(_to_key(value), weights, whole, k, p, total, KEY_BITS, BLOCK)
+            threshold = _search(_to_key(value), weights, whole, k, p, total, KEY_BITS)
         else:
-            threshold = _search(None, (None, None), whole, k, p, total, KEY_BITS, BLOCK)
+            threshold = _search(None, (None, None), whole, k, p, total, KEY_BITS)
     tl.store(thresholds + row, threshold)
 
 
 @triton.jit
 def _search(  # type: ignore[no-untyped-def]
-    keys, weights, whole, k, p, total, KEY_BITS: tl.constexpr, BLOCK: tl.constexpr
+    keys, weights, whole, k, p, total, KEY_BITS: tl.constexpr
 ):
     """Return the threshold of a row, searched among `keys` or, without keys, in the whole row.
 
@@ -263,10 +259,10 @@ def _search(  # type: ignore[no-untyped-def]
     """
     key = tl.zeros((), tl.uint32)
     if k > 0:
-        key = _descend(keys, weights[0], whole, k, True, KEY_BITS, BLOCK)
-        total = _sum_from(key, keys, weights[1], whole, False, BLOCK)
+        key = _descend(keys, weights[0], whole, k, True, KEY_BITS)
+        total = _sum_from(key, keys, weights[1], whole, False)
     if p < 1.0:
-        key = _descend(keys, weights[1], whole, _limit(p, total), False, KEY_BITS, BLOCK)
+        key = _descend(keys, weights[1], whole, _limit(p, total), False, KEY_BITS)
     return _from_key(key, KEY_BITS)
 
 
@@ -337,7 +333,6 @@ def _descend(  # type: ignore[no-untyped-def]
     target,
     IS_COUNT: tl.constexpr,
     KEY_BITS: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     """Return the largest key such that the total weight of the keys >= it is at least `target`.
 
@@ -347,7 +342,7 @@ def _descend(  # type: ignore[no-untyped-def]
     digit = tl.full((), 1 << 31, tl.uint32)
     for _ in range(KEY_BITS):
         higher = key + digit
-        reached = _sum_from(higher, keys, weights, whole, IS_COUNT, BLOCK)
+        reached = _sum_from(higher, keys, weights, whole, IS_COUNT)
         key = tl.where(reached >= target, higher, key)
         digit = digit >> 1
     return key
@@ -355,7 +350,7 @@ def _descend(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _sum_from(  # type: ignore[no-untyped-def]
-    key, keys, weights, whole, IS_COUNT: tl.constexpr, BLOCK: tl.constexpr
+    key, keys, weights, whole, IS_COUNT: tl.constexpr
 ):
     """Sum the weights of the keys >= `key`.
 
@@ -365,9 +360,9 @@ def _sum_from(  # type: ignore[no-untyped-def]
         return tl.sum(tl.where(keys >= key, weights, 0), 0)
     else:
         logits, vocab_size, row_max, temperature = whole
-        total = tl.zeros((BLOCK,), tl.int64)
-        for start in range(0, vocab_size, BLOCK):
-            ids = start + tl.arange(0, BLOCK)
+        total = tl.zeros((ROW_BLOCK,), tl.int64)
+        for start in range(0, vocab_size, ROW_BLOCK):
+            ids = start + tl.arange(0, ROW_BLOCK)
             value = _load_logits(logits, ids, vocab_size)
             weight = (
                 (ids < vocab_size).to(tl.int64) if IS_COUNT else _mass(value, row_max, temperature)
