@@ -267,7 +267,7 @@ def load_inputs(source, norms, word, NUM_IN: tl.constexpr, LANES: tl.constexpr):
     values = (value,)
     for position in tl.static_range(1, POSITIONS):
         value, square = _input(source, norms, i + position * LANES, NUM_IN)
-        values += (value,)
+        values += (value,)  # type: ignore[assignment]
         squares += square
     return values, squares
 
