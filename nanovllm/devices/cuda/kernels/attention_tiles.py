@@ -184,9 +184,7 @@ def _attend_tiles(  # type: ignore[no-untyped-def]
             is_seen = (keys[None, :] >= seen[0][:, None]) & (keys[None, :] <= seen[1][:, None])
             scores = tl.where(is_seen, scores, float("-inf"))
         if len(exponents) == 0:
-            factor = scale
-            if SOFTCAP is not None:  # capped scores are scaled already
-                factor = 1.0
+            factor = scale if SOFTCAP is None else 1.0  # capped scores are scaled already
             weights, alpha, row_max, row_sum = _weigh(scores, row_max, row_sum, factor)
         else:
             weights, alpha, row_max, row_sum = weigh_fp8(scores, scales, row_max, row_sum)
@@ -348,27 +346,3 @@ def load_partials(partials, indices, dims, is_used, HEAD_DIM: tl.constexpr):  # 
     acc = tl.load(values + indices[:, None] * HEAD_DIM + dims[None, :], mask=is_real, other=0.0)
     row_max = tl.load(maxima + indices, mask=is_used, other=float("-inf"))
     return acc, row_max, tl.load(sums + indices, mask=is_used, other=0.0)
-
-
-@triton.jit
-def merge_splits(  # type: ignore[no-untyped-def]
-    partials,
-    row,
-    dims,
-    first,
-    end,
-    HEAD_DIM: tl.constexpr,
-    SPLITS: tl.constexpr,
-    TILE: tl.constexpr,
-    MIN_SPLIT: tl.constexpr,
-):
-    """Merge a row's partial results over its keys [first, end); return zeros if it has no keys."""
-    lo = first // TILE * TILE
-    size = split_size(end - lo, SPLITS, TILE, MIN_SPLIT)
-    splits = tl.arange(0, SPLITS)
-    is_used = lo + splits * size < end  # empty splits stored nothing
-    acc, maxima, sums = load_partials(partials, row * SPLITS + splits, dims, is_used, HEAD_DIM)
-    highest = tl.max(maxima, 0)
-    weights = tl.exp2(maxima - tl.where(highest == float("-inf"), 0.0, highest))
-    total = tl.sum(sums * weights, 0)
-    return tl.sum(acc * weights[:, None], 0) / tl.where(total == 0.0, 1.0, total)

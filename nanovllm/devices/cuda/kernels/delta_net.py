@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm.devices.cuda.kernels.delta_net_chunks import (
+    CHANNELS,
     NORM_EPS,
     key_head_of,
     run_chunks,
@@ -36,12 +37,10 @@ def run_tokens(
     options = launch_options(inputs.qkv, num_rows)
     # float32, because the reference does not round the outputs of the convolution either.
     qkv = torch.empty(num_rows, num_channels, dtype=torch.float32, device=inputs.qkv.device)
-    block = 256
-    _convolve[(num_rows, triton.cdiv(num_channels, block))](
+    _convolve[(num_rows, triton.cdiv(num_channels, CHANNELS))](
         *(qkv, inputs.qkv, weights.conv, state.conv, slots),
         *(num_channels, inputs.qkv.stride(0), state.conv.stride(0)),
         CONV_SIZE=conv_size,
-        BLOCK=block,
         num_warps=4,
         **options,
     )
@@ -56,9 +55,7 @@ def run_tokens(
         HEADS=num_heads,
         KEY_DIM=key_dim,
         VALUE_DIM=value_dim,
-        BLOCK_K=triton.next_power_of_2(key_dim),
         IS_TILED=weights.is_tiled,
-        BLOCK_V=triton.next_power_of_2(value_dim),
         num_warps=4,
         **options,
     )
@@ -76,17 +73,16 @@ def _convolve(  # type: ignore[no-untyped-def]
     x_stride,
     history_stride,
     CONV_SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Compute y = silu(conv(x)) for one token per row, and append x to the row's history."""
     row = tl.program_id(0).to(tl.int64)
-    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    i = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     mask = i < num_channels
     past = history + tl.load(slots + row) * history_stride + i * (CONV_SIZE - 1)
     weights += i * CONV_SIZE
     last_weight = tl.load(weights + CONV_SIZE - 1, mask=mask, other=0.0).to(tl.float32)
-    total = tl.zeros((BLOCK,), tl.float32)
+    total = tl.zeros((CHANNELS,), tl.float32)
     # The previous step wrote the history, so it can be read and shifted before the wait.
     for j in tl.static_range(CONV_SIZE - 1):
         value = tl.load(past + j, mask=mask, other=0.0)
@@ -122,14 +118,13 @@ def _delta_rule(  # type: ignore[no-untyped-def]
     HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
     IS_TILED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Update the state of a value head, and compute its normalized and gated output."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    i, j = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
+    i = tl.arange(0, triton.next_power_of_2(KEY_DIM))
+    j = tl.arange(0, triton.next_power_of_2(VALUE_DIM))
     is_key, is_value = i < KEY_DIM, j < VALUE_DIM
     cells = tl.load(slots + row) * state_stride + (head * KEY_DIM + i[:, None]) * VALUE_DIM + j
     cells += states

@@ -14,15 +14,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanovllm.devices.cuda.kernels.fp8_rows import padded_range
 from nanovllm.ops.interface import DeltaNetInputs, DeltaNetWeights, LayerState
 from nanovllm.ops.torch_delta_net import CHUNK_SIZE, EPS
 
 NORM_EPS = tl.constexpr(EPS)
 SIZE = tl.constexpr(CHUNK_SIZE)
 NUM_LEVELS = tl.constexpr(CHUNK_SIZE.bit_length() - 1)
+CHANNELS = tl.constexpr(256)  # channels per CTA, if a CTA does not process a head
 # Minimum padded key_dim and value_dim: Triton 3.6 computes wrong products of narrow 16-bit blocks.
-MIN_BLOCK = 64
-MAX_COLUMNS = 64  # maximum columns of a state that a CTA of the scan keeps in registers
+MIN_BLOCK = tl.constexpr(64)
+COLUMNS = tl.constexpr(64)  # maximum columns of a state that a CTA of the scan keeps in registers
 
 
 def run_chunks(
@@ -42,12 +44,7 @@ def run_chunks(
         "VALUE_DIM": value_dim,
     }
     qkv = _convolve(inputs.qkv, weights, state, chunks, dims)
-    sizes = dims | {
-        "HEADS": num_heads,
-        "IS_TILED": weights.is_tiled,
-        "BLOCK_K": _block(key_dim),
-        "BLOCK_V": _block(value_dim),
-    }
+    sizes = dims | {"HEADS": num_heads, "IS_TILED": weights.is_tiled}
     changes = new(num_tokens, num_heads, value_dim)
     reads = new(num_tokens, num_heads, key_dim)
     totals = new(num_tokens, num_heads, dtype=torch.float32)
@@ -58,11 +55,10 @@ def run_chunks(
         num_warps=4,
     )
     before = new(num_chunks, num_heads, key_dim, value_dim)
-    columns = min(_block(value_dim), MAX_COLUMNS)
-    _scan_chunks[(num_chunks, num_heads, triton.cdiv(value_dim, columns))](
+    _scan_chunks[(num_chunks, num_heads, triton.cdiv(value_dim, COLUMNS))](
         *(changes, before, state.recurrent, qkv, reads, totals, chunks),
         state.recurrent.stride(0),
-        **sizes | {"BLOCK_V": columns},
+        **sizes,
         num_warps=4,
         num_stages=1,  # more stages leave fewer CTAs per SM
     )
@@ -92,21 +88,22 @@ def _convolve(
         *(num_channels, x.stride(0), state.conv.stride(0)),
         **dims,
         CONV_SIZE=conv_size,
-        BLOCK=triton.next_power_of_2(max(dims["KEY_DIM"], dims["VALUE_DIM"])),
         num_warps=4,
     )
-    block = 256
-    _update_conv_states[(len(chunks), triton.cdiv(num_channels, block))](
+    _update_conv_states[(len(chunks), triton.cdiv(num_channels, CHANNELS))](
         *(state.conv, x, chunks, num_channels, x.stride(0), state.conv.stride(0)),
         CONV_SIZE=conv_size,
-        BLOCK=block,
         num_warps=4,
     )
     return y
 
 
-def _block(size: int) -> int:
-    return max(triton.next_power_of_2(size), MIN_BLOCK)
+@triton.jit
+def _load_chunk(chunks, index):  # type: ignore[no-untyped-def]
+    """Return a chunk's slot, its first token, and its row's tokens before it and from it on."""
+    chunk = chunks + 4 * index
+    slot, first = tl.load(chunk).to(tl.int64), tl.load(chunk + 1).to(tl.int64)
+    return slot, first, tl.load(chunk + 2), tl.load(chunk + 3)
 
 
 @triton.jit
@@ -136,23 +133,21 @@ def _convolve_chunks(  # type: ignore[no-untyped-def]
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     CONV_SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     """Compute the convolution of a chunk for one head of q, k or v; normalize q and k."""
-    chunk, head = chunks + 4 * tl.program_id(0), tl.program_id(1)
-    slot, first = tl.load(chunk).to(tl.int64), tl.load(chunk + 1).to(tl.int64)
-    num_before, num_left = tl.load(chunk + 2), tl.load(chunk + 3)
+    index, head = tl.program_id(0), tl.program_id(1)
+    slot, first, num_before, num_left = _load_chunk(chunks, index)
     if num_left == 0:  # padding
         return
     is_key = head < 2 * KEY_HEADS
     size = tl.where(is_key, KEY_DIM, VALUE_DIM)
     num_keys: tl.constexpr = 2 * KEY_HEADS * KEY_DIM
     begin = tl.where(is_key, head * KEY_DIM, num_keys + (head - 2 * KEY_HEADS) * VALUE_DIM)
-    t, i = tl.arange(0, SIZE), tl.arange(0, BLOCK)
+    t, i = tl.arange(0, SIZE), padded_range(KEY_DIM, triton.next_power_of_2(VALUE_DIM))
     is_token, is_channel = t < num_left, i < size
     channel = begin + i
     past = history + slot * history_stride + channel * (CONV_SIZE - 1)
-    total = tl.zeros((SIZE, BLOCK), tl.float32)
+    total = tl.zeros((SIZE, i.shape[0]), tl.float32)
     for j in tl.static_range(CONV_SIZE):
         source = t + (j - CONV_SIZE + 1)  # relative to the first token of the chunk
         is_new = source + num_before >= 0
@@ -185,15 +180,12 @@ def _update_conv_states(  # type: ignore[no-untyped-def]
     x_stride,
     history_stride,
     CONV_SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     """Store the last inputs of a row as the state of its convolution."""
-    chunk = chunks + 4 * tl.program_id(0)
-    slot, first = tl.load(chunk).to(tl.int64), tl.load(chunk + 1).to(tl.int64)
-    num_before, num_tokens = tl.load(chunk + 2), tl.load(chunk + 3)
+    slot, first, num_before, num_tokens = _load_chunk(chunks, tl.program_id(0))
     if (num_before > 0) | (num_tokens == 0):  # not the row's first chunk, or padding
         return
-    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    i = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     mask = i < num_channels
     past = history + slot * history_stride + i * (CONV_SIZE - 1)
     for j in tl.static_range(CONV_SIZE - 1):
@@ -221,16 +213,15 @@ def _solve_chunks(  # type: ignore[no-untyped-def]
     HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
     IS_TILED: tl.constexpr,
 ):
     """Solve the triangular system of a chunk and head; torch_delta_net.py defines its results."""
-    chunk, head = chunks + 4 * tl.program_id(0), tl.program_id(1)
-    first, num_left = tl.load(chunk + 1).to(tl.int64), tl.load(chunk + 3)
+    index, head = tl.program_id(0), tl.program_id(1)
+    _, first, _, num_left = _load_chunk(chunks, index)
     if num_left == 0:  # padding
         return
-    t, i, j = tl.arange(0, SIZE), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
+    t = tl.arange(0, SIZE)
+    i, j = padded_range(KEY_DIM, MIN_BLOCK), padded_range(VALUE_DIM, MIN_BLOCK)
     is_token = t < num_left
     is_key, is_value = is_token[:, None] & (i < KEY_DIM), is_token[:, None] & (j < VALUE_DIM)
     tokens = first + t
@@ -294,8 +285,6 @@ def _scan_chunks(  # type: ignore[no-untyped-def]
     HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
     IS_TILED: tl.constexpr,
 ):
     """Run all chunks of a row for some columns of a head's state, which stay in registers.
@@ -303,13 +292,11 @@ def _scan_chunks(  # type: ignore[no-untyped-def]
     Store the state before each chunk, and subtract reads @ state from the changes.
     """
     index, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    chunk = chunks + 4 * index
-    slot, first = tl.load(chunk).to(tl.int64), tl.load(chunk + 1).to(tl.int64)
-    num_before, num_tokens = tl.load(chunk + 2), tl.load(chunk + 3)
+    slot, first, num_before, num_tokens = _load_chunk(chunks, index)
     if (num_before > 0) | (num_tokens == 0):  # not the row's first chunk, or padding
         return
-    t, i = tl.arange(0, SIZE), tl.arange(0, BLOCK_K)
-    j = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    t, i = tl.arange(0, SIZE), padded_range(KEY_DIM, MIN_BLOCK)
+    j = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     is_cell = (i < KEY_DIM)[:, None] & (j < VALUE_DIM)
     DTYPE: tl.constexpr = qkv.dtype.element_ty
     num_keys: tl.constexpr = KEY_HEADS * KEY_DIM
@@ -356,17 +343,15 @@ def _compute_outputs(  # type: ignore[no-untyped-def]
     HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
     IS_TILED: tl.constexpr,
 ):
     """Compute the normalized and gated output of a chunk and head."""
     index, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    chunk = chunks + 4 * index
-    first, num_left = tl.load(chunk + 1).to(tl.int64), tl.load(chunk + 3)
+    _, first, _, num_left = _load_chunk(chunks, index)
     if num_left == 0:  # padding
         return
-    t, i, j = tl.arange(0, SIZE), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
+    t = tl.arange(0, SIZE)
+    i, j = padded_range(KEY_DIM, MIN_BLOCK), padded_range(VALUE_DIM, MIN_BLOCK)
     is_token = t < num_left
     is_key, is_value = is_token[:, None] & (i < KEY_DIM), is_token[:, None] & (j < VALUE_DIM)
     tokens = first + t

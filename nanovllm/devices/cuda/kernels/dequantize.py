@@ -20,7 +20,7 @@ from nanovllm.ops.quantized_weight import QuantizedWeight, num_blocks
 
 CudaWeight = Tensor | QuantizedWeight
 
-BLOCK_OUT = 32  # weight rows per CTA
+BLOCK_OUT = tl.constexpr(32)  # weight rows per CTA
 
 
 def weight_arguments(weight: CudaWeight) -> tuple[Any, ...]:
@@ -54,7 +54,6 @@ def dequantize(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
     _dequantize[(num_blocks(num_in), triton.cdiv(num_out, BLOCK_OUT))](
         *(y, *weight_arguments(weight), num_out),
         **weight_sizes(weight),
-        BLOCK_OUT=BLOCK_OUT,
         num_warps=4,
     )
     return y
@@ -70,7 +69,6 @@ def _dequantize(  # type: ignore[no-untyped-def]
     NUM_WORDS: tl.constexpr,
     LANES: tl.constexpr,
     GROUP: tl.constexpr,
-    BLOCK_OUT: tl.constexpr,
 ):
     """Dequantize 128 inputs of BLOCK_OUT rows; the grid is (blocks of inputs, tiles of rows)."""
     POSITIONS: tl.constexpr = 128 // LANES
@@ -162,10 +160,23 @@ def as_operands(tile, POSITIONS: tl.constexpr, dtype: tl.constexpr):  # type: ig
     The offset is 128 (bfloat16) or 1024 (float16), and the four bits of an int4 value become its
     low mantissa bits.
     """
-    if POSITIONS == 4:
-        return _fp8_operands(tile, dtype)
+    if IS_INTERPRETED:
+        values = [as_floats(tile, n, POSITIONS) for n in range(POSITIONS)]
+        if POSITIONS == 8:
+            values = [value + int4_offset(dtype) for value in values]
+        return [value.to(dtype) for value in values]
     else:
-        return _int4_operands(tile, dtype)
+        IS_BFLOAT16: tl.constexpr = dtype == tl.bfloat16
+        FP8_PTX: tl.constexpr = _FP8_TO_BFLOAT16 if IS_BFLOAT16 else _FP8_TO_FLOAT16
+        INT4_PTX: tl.constexpr = _INT4_TO_BFLOAT16 if IS_BFLOAT16 else _INT4_TO_FLOAT16
+        return tl.inline_asm_elementwise(
+            FP8_PTX if POSITIONS == 4 else INT4_PTX,
+            "=&r," * POSITIONS + "r,r",
+            [tile],
+            dtype=(dtype.value,) * POSITIONS,
+            is_pure=True,
+            pack=2,
+        )
 
 
 @triton.jit
@@ -209,41 +220,3 @@ def as_floats(tile, position: tl.constexpr, POSITIONS: tl.constexpr):  # type: i
         return byte.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     else:
         return ((tile >> (4 * position)) & 15).to(tl.float32)
-
-
-@triton.jit
-def _fp8_operands(tile, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    if IS_INTERPRETED:
-        values = ()
-        for position in tl.static_range(4):
-            values += (as_floats(tile, position, 4).to(dtype),)  # type: ignore[assignment]
-        return values
-    else:
-        return tl.inline_asm_elementwise(
-            _FP8_TO_BFLOAT16 if dtype == tl.bfloat16 else _FP8_TO_FLOAT16,
-            "=&r,=&r,=&r,=&r,r,r",
-            [tile],
-            dtype=(dtype.value,) * 4,
-            is_pure=True,
-            pack=2,
-        )
-
-
-@triton.jit
-def _int4_operands(tile, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    if IS_INTERPRETED:
-        BITS: tl.constexpr = 0x4300 if dtype == tl.bfloat16 else 0x6400
-        values = ()
-        for position in tl.static_range(8):
-            bits = ((tile >> (4 * position)) & 15) | BITS
-            values += (bits.to(tl.int16).to(dtype, bitcast=True),)  # type: ignore[assignment]
-        return values
-    else:
-        return tl.inline_asm_elementwise(
-            _INT4_TO_BFLOAT16 if dtype == tl.bfloat16 else _INT4_TO_FLOAT16,
-            "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r",
-            [tile],
-            dtype=(dtype.value,) * 8,
-            is_pure=True,
-            pack=2,
-        )

@@ -26,6 +26,7 @@ from nanovllm.ops.interface import (
     ResidualStream,
 )
 
+COLUMNS = tl.constexpr(1024)  # columns per CTA, if a row is split over several
 GELU_LINEAR, GELU_CUBIC = (tl.constexpr(factor) for factor in ACTIVATIONS["gelu_tanh"])
 
 
@@ -74,14 +75,12 @@ def act_and_mul(
     """Implement Ops.act_and_mul; unscaled FP8 GEMM outputs are first multiplied by `scales`."""
     num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(num_rows, size, device=gate_up.device, dtype=gate_up.dtype)
-    block = 1024
-    _gate[(num_rows, triton.cdiv(size, block))](
+    _gate[(num_rows, triton.cdiv(size, COLUMNS))](
         out,
         gate_up,
         scales_of(scales),
         size,
         ACTIVATION=activation,
-        BLOCK=block,
         num_warps=4,
         **launch_options(gate_up, num_rows),
     )
@@ -91,15 +90,13 @@ def act_and_mul(
 def multiply_sigmoid(x: Tensor, gate: Tensor, base: Tensor | None = None) -> Tensor:
     """Implement Ops.multiply_sigmoid in place."""
     num_rows, size = x.shape
-    block = 1024
-    _multiply_sigmoid[(num_rows, triton.cdiv(size, block))](
+    _multiply_sigmoid[(num_rows, triton.cdiv(size, COLUMNS))](
         x,
         gate,
         base,
         size,
         gate.stride(0),
         IS_SINGLE=gate.shape[1] == 1,
-        BLOCK=block,
         num_warps=4,
         **launch_options(x, num_rows),
     )
@@ -200,12 +197,11 @@ def _gate(  # type: ignore[no-untyped-def]
     scales,
     size,
     ACTIVATION: tl.constexpr,
-    BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     wait_for_inputs(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
-    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    i = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     mask = i < size
     gate = tl.load(gate_up + 2 * row * size + i, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up + (2 * row + 1) * size + i, mask=mask, other=0.0)
@@ -228,12 +224,11 @@ def _multiply_sigmoid(  # type: ignore[no-untyped-def]
     size,
     gate_stride,
     IS_SINGLE: tl.constexpr,
-    BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     wait_for_inputs(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
-    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    i = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     mask = i < size
     column = 0 * i if IS_SINGLE else i
     factor = tl.sigmoid(tl.load(gate + row * gate_stride + column, mask=mask).to(tl.float32))
@@ -287,7 +282,7 @@ def _rope_write(  # type: ignore[no-untyped-def]
     angles = rope + position * HEAD_DIM + i
     cos = tl.load(angles, mask=i < half, other=0.0)[None, :]
     sin = tl.load(angles + half, mask=i < half, other=0.0)[None, :]
-    offset = tl.load(slot_mapping + token + 0 * kv_heads).to(tl.int64)[:, None]
+    cache_slot = tl.load(slot_mapping + token + 0 * kv_heads).to(tl.int64)[:, None]
     matrix = ()
     if len(caches) > 2:
         matrix = hadamard_matrix(i.shape[0], HADAMARD[0], qkv.dtype.element_ty)
@@ -304,52 +299,31 @@ def _rope_write(  # type: ignore[no-untyped-def]
         tl.store(q, first, mask=mask)
         tl.store(q + half, second, mask=mask)
     else:
+        # Triton requires that a name has the same type in both branches, so these names differ.
         kv = qkv + base + NUM_Q_HEADS * HEAD_DIM
-        _rotate_and_store(
-            *(kv, norm, cos, sin, i, matrix, caches, offset, kv_heads),
-            *(NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, NORMS_ALL, HADAMARD),
+        kv_head = kv_heads[:, None]
+        is_kv = (kv_head < NUM_KV_HEADS) & (i < half)[None, :]
+        offsets = kv_head * HEAD_DIM + i[None, :]
+        k_first, k_second = _rotate(
+            *(kv + offsets, is_kv, norm, 1, kv_head),
+            *(NUM_KV_HEADS if NORMS_ALL else 1, cos, sin, i, half),
         )
-
-
-@triton.jit
-def _rotate_and_store(  # type: ignore[no-untyped-def]
-    kv,
-    norm,
-    cos,
-    sin,
-    i,
-    matrix,
-    caches,
-    cache_slot,
-    kv_heads,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    NORMS_ALL: tl.constexpr,
-    HADAMARD: tl.constexpr,
-):
-    half: tl.constexpr = HEAD_DIM // 2
-    heads = kv_heads[:, None]
-    mask = (heads < NUM_KV_HEADS) & (i < half)[None, :]
-    offsets = heads * HEAD_DIM + i[None, :]
-    first, second = _rotate(
-        *(kv + offsets, mask, norm, 1, heads, NUM_KV_HEADS if NORMS_ALL else 1, cos, sin, i, half)
-    )
-    cached = cache_slot * NUM_KV_HEADS * HEAD_DIM + offsets
-    is_used = mask & (cache_slot >= 0)
-    v = kv + NUM_KV_HEADS * HEAD_DIM + offsets
-    v_first, v_second = tl.load(v, mask=mask, other=0.0), tl.load(v + half, mask=mask, other=0.0)
-    if len(caches) > 2:
-        row = cache_slot // BLOCK_SIZE * NUM_KV_HEADS + heads
-        offset = row * BLOCK_SIZE + cache_slot % BLOCK_SIZE  # [heads, 1]
-        is_row = (heads < NUM_KV_HEADS) & (cache_slot >= 0)
-        first, second = hadamard_transform(first, second, matrix, HADAMARD[2])
-        first, second = quantize(first, second, caches[2] + offset, is_row)
-        v_first, v_second = quantize(v_first, v_second, caches[3] + offset, is_row)
-    tl.store(caches[0] + cached, first, mask=is_used)
-    tl.store(caches[0] + cached + half, second, mask=is_used)
-    tl.store(caches[1] + cached, v_first, mask=is_used)
-    tl.store(caches[1] + cached + half, v_second, mask=is_used)
+        cached = cache_slot * NUM_KV_HEADS * HEAD_DIM + offsets
+        is_cached = is_kv & (cache_slot >= 0)
+        v = kv + NUM_KV_HEADS * HEAD_DIM + offsets
+        v_first = tl.load(v, mask=is_kv, other=0.0)
+        v_second = tl.load(v + half, mask=is_kv, other=0.0)
+        if len(caches) > 2:
+            row = cache_slot // BLOCK_SIZE * NUM_KV_HEADS + kv_head
+            offset = row * BLOCK_SIZE + cache_slot % BLOCK_SIZE  # [heads, 1]
+            is_row = (kv_head < NUM_KV_HEADS) & (cache_slot >= 0)
+            k_first, k_second = hadamard_transform(k_first, k_second, matrix, HADAMARD[2])
+            k_first, k_second = quantize(k_first, k_second, caches[2] + offset, is_row)
+            v_first, v_second = quantize(v_first, v_second, caches[3] + offset, is_row)
+        tl.store(caches[0] + cached, k_first, mask=is_cached)
+        tl.store(caches[0] + cached + half, k_second, mask=is_cached)
+        tl.store(caches[1] + cached, v_first, mask=is_cached)
+        tl.store(caches[1] + cached + half, v_second, mask=is_cached)
 
 
 @triton.jit

@@ -52,7 +52,6 @@ def route(
     _route[(num_tokens,)](
         *(ids, weights, logits, ranks, counts, num_experts),
         TOP_K=routing.top_k,
-        TOP_K_BLOCK=triton.next_power_of_2(routing.top_k),
         IS_NORMALIZED=routing.is_normalized,
         BLOCK=triton.next_power_of_2(num_experts),
         num_warps=1,  # routing one token is too little work for more warps
@@ -92,16 +91,13 @@ def run_pairs(
         num_warps=4,
         **options,
     )
-    top_k_block = triton.next_power_of_2(top_k)
     block_in = min(max(size & -size, 64), tiles.down_block)  # divides `size` if possible
-    block_out = max(tiles.down_elements // (top_k_block * block_in), 1)
+    block_out = max(tiles.down_elements // (triton.next_power_of_2(top_k) * block_in), 1)
     _down[(triton.cdiv(hidden, block_out), num_tokens)](
         *(out, y, down, ids, weights, own_down, factors, hidden),
         NUM_IN=size,
-        TOP_K_BLOCK=top_k_block,
         BLOCK_OUT=block_out,
         BLOCK_IN=block_in,
-        BLOCK_SHARED=triton.next_power_of_2(size),
         num_warps=8,
         **options,
     )
@@ -117,14 +113,13 @@ def _route(  # type: ignore[no-untyped-def]
     counts,
     num_experts,
     TOP_K: tl.constexpr,
-    TOP_K_BLOCK: tl.constexpr,
     IS_NORMALIZED: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     wait_for_inputs(OVERLAP)
-    choices = tl.arange(0, TOP_K_BLOCK)
+    choices = tl.arange(0, triton.next_power_of_2(TOP_K))
     is_choice = choices < TOP_K
     pairs = token * TOP_K + choices
     logits += token * num_experts
@@ -289,10 +284,8 @@ def _down(  # type: ignore[no-untyped-def]
     num_out,
     NUM_IN: tl.constexpr,
     TOP_K: tl.constexpr,
-    TOP_K_BLOCK: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
-    BLOCK_SHARED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Compute BLOCK_OUT outputs of the down projection for one token.
@@ -300,7 +293,7 @@ def _down(  # type: ignore[no-untyped-def]
     They are weighted sums over the token's top-k experts and, if given, the shared expert.
     """
     token = tl.program_id(1)
-    choices = tl.arange(0, TOP_K_BLOCK)
+    choices = tl.arange(0, triton.next_power_of_2(TOP_K))
     is_choice = choices < TOP_K
     pairs = token * TOP_K + choices
     outs = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
@@ -311,11 +304,11 @@ def _down(  # type: ignore[no-untyped-def]
     lanes = tl.arange(0, BLOCK_IN)
     w_tile = tl.load(w_start + lanes, mask=is_out & (lanes < NUM_IN), other=0.0)
     if shared_weight is not None:
-        j = tl.arange(0, BLOCK_SHARED)
+        j = tl.arange(0, triton.next_power_of_2(NUM_IN))
         is_shared = (outs < num_out)[:, None] & (j < NUM_IN)
         shared = tl.load(shared_weight + outs[:, None] * NUM_IN + j, mask=is_shared, other=0.0)
     wait_for_inputs(OVERLAP)
-    sums = tl.zeros((TOP_K_BLOCK, BLOCK_OUT, BLOCK_IN), tl.float32)
+    sums = tl.zeros((choices.shape[0], BLOCK_OUT, BLOCK_IN), tl.float32)
     for begin in tl.range(0, NUM_IN, BLOCK_IN):
         i = begin + lanes
         after = i + BLOCK_IN

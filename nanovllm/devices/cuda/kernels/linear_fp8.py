@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm.devices.cuda.kernels.elementwise import (
+    COLUMNS,
     act_and_mul,
     add_and_norm,
     count_splits,
@@ -140,10 +141,8 @@ def _cuda_version() -> tuple[int, ...]:
 def scale_sums(sums: Tensor, scales: DequantScales, bias: Tensor | None) -> None:
     """Multiply an unscaled GEMM output [rows, out] by its scales in place, and add the bias."""
     num_rows, num_out = sums.shape
-    block = 1024
-    _scale_sums[(num_rows, triton.cdiv(num_out, block))](
+    _scale_sums[(num_rows, triton.cdiv(num_out, COLUMNS))](
         *(sums, scales.rows, scales.outputs, bias, num_out),
-        BLOCK=block,
         num_warps=4,
         **launch_options(sums, num_rows),
     )
@@ -167,9 +166,7 @@ def fp8_quantize(x: Tensor, by_block: bool) -> Fp8Tensor:
         x,
         padded,
         NUM_IN=num_in,
-        NUM_BLOCKS=num_blocks(num_in),
         BY_BLOCK=by_block,
-        PARTS=triton.next_power_of_2(num_blocks(num_in)),
         num_warps=count_warps(num_in),
         **launch_options(x, num_rows),
     )
@@ -186,7 +183,6 @@ def fp8_norm(hidden: ResidualStream, norm: NormWeights) -> Fp8Tensor:
         *(values.view(torch.int32), scales, residual, update, scales_of(hidden.scales)),
         *(norm.weight, norm.eps, dim),
         NUM_BLOCKS=num_blocks(dim),
-        PARTS=triton.next_power_of_2(num_blocks(dim)),
         NUM_SPLITS=count_splits(update),
         num_warps=count_warps(dim),
         **launch_options(residual, num_rows),
@@ -201,12 +197,11 @@ def _scale_sums(  # type: ignore[no-untyped-def]
     output_scales,
     bias,
     num_out,
-    BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Scale a block of one row in place; the grid is (rows, outputs)."""
     row = tl.program_id(0).to(tl.int64)
-    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    i = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     mask = i < num_out
     scale = tl.load(output_scales + i, mask=mask, other=0.0)
     wait_for_inputs(OVERLAP)
@@ -229,18 +224,17 @@ def _quantize(  # type: ignore[no-untyped-def]
     x,
     num_rows,
     NUM_IN: tl.constexpr,
-    NUM_BLOCKS: tl.constexpr,
     BY_BLOCK: tl.constexpr,
-    PARTS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Quantize one row per CTA."""
     row = tl.program_id(0).to(tl.int64)
-    i = tl.arange(0, PARTS * 128)
+    NUM_BLOCKS: tl.constexpr = triton.cdiv(NUM_IN, 128)
+    i = tl.arange(0, triton.next_power_of_2(NUM_BLOCKS) * 128)
     wait_for_inputs(OVERLAP)
     values = _by_word(tl.load(x + row * NUM_IN + i, mask=i < NUM_IN, other=0.0).to(tl.float32))
     if BY_BLOCK:
-        part = tl.arange(0, PARTS)
+        part = tl.arange(0, triton.next_power_of_2(NUM_BLOCKS))
         scale = _scale_of(tl.max(tl.max(tl.abs(values), 2), 1))
         tl.store(scales + part * num_rows + row, scale, mask=part < NUM_BLOCKS)
         _store_fp8(words, row, values, scale[:, None, None], NUM_BLOCKS)
@@ -261,12 +255,11 @@ def _norm(  # type: ignore[no-untyped-def]
     eps,
     dim,
     NUM_BLOCKS: tl.constexpr,
-    PARTS: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Add, normalize and quantize one row per CTA."""
-    i = tl.arange(0, PARTS * 128)
+    i = tl.arange(0, triton.next_power_of_2(NUM_BLOCKS) * 128)
     normed = add_and_norm(residual, update, update_scales, weight, eps, i, dim, NUM_SPLITS, OVERLAP)
     values = _by_word(normed.to(tl.float32))
     row = tl.program_id(0).to(tl.int64)

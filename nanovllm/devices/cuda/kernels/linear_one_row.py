@@ -261,18 +261,15 @@ def load_inputs(source, norms, word, NUM_IN: tl.constexpr, LANES: tl.constexpr):
 
     Also return the sum of the inputs' squares for each word, before the norm's weight is applied.
     """
-    if LANES == 0:
-        values, squares = _input(source, norms, word, NUM_IN)
-        return (values,), squares
-    else:
-        i = word // LANES * 128 + word % LANES
-        value, squares = _input(source, norms, i, NUM_IN)
-        values = (value,)
-        for position in tl.static_range(1, 128 // LANES):
-            value, square = _input(source, norms, i + position * LANES, NUM_IN)
-            values += (value,)
-            squares += square
-        return values, squares
+    POSITIONS: tl.constexpr = 1 if LANES == 0 else 128 // LANES
+    i = word if LANES == 0 else word // LANES * 128 + word % LANES
+    value, squares = _input(source, norms, i, NUM_IN)
+    values = (value,)
+    for position in tl.static_range(1, POSITIONS):
+        value, square = _input(source, norms, i + position * LANES, NUM_IN)
+        values += (value,)  # type: ignore[assignment]
+        squares += square
+    return values, squares
 
 
 @triton.jit
@@ -378,10 +375,7 @@ def _int4_values(tile, n: tl.constexpr):  # type: ignore[no-untyped-def]
 def _fp8_to_floats(tile):  # type: ignore[no-untyped-def]
     """Return the FP8 values of words in float32, one tensor per position."""
     if IS_INTERPRETED:
-        values = ()
-        for position in tl.static_range(4):
-            values += (as_floats(tile, position, 4),)  # type: ignore[assignment]
-        return values
+        return [as_floats(tile, position, 4) for position in range(4)]
     else:
         return tl.inline_asm_elementwise(
             """

@@ -71,46 +71,28 @@ def multiply_tile(  # type: ignore[no-untyped-def]
     For a dense weight, COUNT is the number of words, since the loop is fast only if its length is a
     constant. `stored` holds the scales and zero points of a quantized weight.
     """
-    if LANES == 0:
-        return _multiply_dense(
-            weight, w_rows, is_out, x_start, is_row, first, NUM_IN, COUNT, BLOCK_IN, IS_EVEN
-        )
-    else:
+    if LANES > 0:
         return _multiply_quantized(
             *(weight, stored, w_rows, is_out, x_start, is_row, first, end),
             *(NUM_IN, NUM_WORDS, LANES, GROUP, IS_EVEN),
         )
-
-
-@triton.jit
-def _multiply_dense(  # type: ignore[no-untyped-def]
-    weight,
-    w_rows,
-    is_out,
-    x_start,
-    is_row,
-    first,
-    NUM_IN: tl.constexpr,
-    COUNT: tl.constexpr,
-    BLOCK_IN: tl.constexpr,
-    IS_EVEN: tl.constexpr,
-):
-    w_start = weight + first + w_rows.to(tl.int64)[:, None] * NUM_IN
-    x_start += first
-    sums = tl.zeros((w_rows.shape[0], is_row.shape[0]), tl.float32)
-    for begin in tl.range(0, COUNT, BLOCK_IN):
-        i = begin + tl.arange(0, BLOCK_IN)
-        if IS_EVEN:
-            w_tile = tl.load(w_start + i[None, :])
-            x_tile = tl.load(x_start + i[:, None], mask=is_row[None, :], other=0.0)
-        else:
-            is_in = i < NUM_IN - first
-            w_mask = is_out[:, None] & is_in[None, :]
-            w_tile = tl.load(w_start + i[None, :], mask=w_mask, other=0.0)
-            x_mask = is_row[None, :] & is_in[:, None]
-            x_tile = tl.load(x_start + i[:, None], mask=x_mask, other=0.0)
-        sums = tl.dot(w_tile, x_tile, sums, input_precision="ieee")
-    return sums
+    else:
+        w_start = weight + first + w_rows.to(tl.int64)[:, None] * NUM_IN
+        x_start += first
+        sums = tl.zeros((w_rows.shape[0], is_row.shape[0]), tl.float32)
+        for begin in tl.range(0, COUNT, BLOCK_IN):
+            i = begin + tl.arange(0, BLOCK_IN)
+            if IS_EVEN:
+                w_tile = tl.load(w_start + i[None, :])
+                x_tile = tl.load(x_start + i[:, None], mask=is_row[None, :], other=0.0)
+            else:
+                is_in = i < NUM_IN - first
+                w_mask = is_out[:, None] & is_in[None, :]
+                w_tile = tl.load(w_start + i[None, :], mask=w_mask, other=0.0)
+                x_mask = is_row[None, :] & is_in[:, None]
+                x_tile = tl.load(x_start + i[:, None], mask=x_mask, other=0.0)
+            sums = tl.dot(w_tile, x_tile, sums, input_precision="ieee")
+        return sums
 
 
 @triton.jit

@@ -21,7 +21,7 @@ from nanovllm.devices.cuda.kernels.attention_tiles import (
     find_split,
     head_dims,
     load_partials,
-    merge_splits,
+    split_size,
     store_partials,
     window_start,
 )
@@ -356,9 +356,16 @@ def _merge_kernel(  # type: ignore[no-untyped-def]
     first = window_start(lowest, WINDOW) if shared_lens is None else tl.load(shared_lens + index)
     end, dims = tl.minimum(lowest + QUERIES, length), head_dims(HEAD_DIM)
     partial_row = index.to(tl.int64) * num_heads + head
-    values = merge_splits(
-        *(partials, partial_row, dims, first, end, HEAD_DIM, SPLITS, TILE, MIN_SPLIT)
-    )
+    lo = first // TILE * TILE
+    size = split_size(end - lo, SPLITS, TILE, MIN_SPLIT)
+    splits = tl.arange(0, SPLITS)
+    is_used = lo + splits * size < end  # empty splits stored nothing
+    indices = partial_row * SPLITS + splits
+    acc, maxima, sums = load_partials(partials, indices, dims, is_used, HEAD_DIM)
+    highest = tl.max(maxima, 0)
+    weights = tl.exp2(maxima - tl.where(highest == float("-inf"), 0.0, highest))
+    total = tl.sum(sums * weights, 0)  # 0 if there are no keys: the output is then 0 as well
+    values = tl.sum(acc * weights[:, None], 0) / tl.where(total == 0.0, 1.0, total)
     offsets = (token.to(tl.int64) * num_heads + head) * HEAD_DIM + dims
     tl.store(out + offsets, values.to(out.dtype.element_ty), mask=dims < HEAD_DIM)
 

@@ -77,7 +77,7 @@ def sampling_workspace(
         maxima=table(max_splits),
         group_maxima=table(triton.cdiv(vocab_size, GROUP_SIZE)),
         pivots=table(),
-        candidates=table(CAPACITY),
+        candidates=table(CAPACITY.value),
         num_candidates=table(dtype=torch.int32),
         masses=table(max_splits, dtype=torch.int64),
         thresholds=table(),
@@ -115,14 +115,13 @@ def sample_tokens(
     if has_top:
         find_thresholds(logits, slots, columns, workspace, split)
     max_splits = workspace.scores.shape[1]
-    sizes = {"MAX_SPLITS": max_splits, "SPLITS_BLOCK": triton.next_power_of_2(max_splits)}
     _draw_kernel[(num_rows, split.num_splits)](
         *(workspace.scores, workspace.ids, logits, logits.stride(0), slots, context_lens),
         *(columns.temperature, columns.min_p, columns.seed),
         workspace.maxima if has_min_p or has_top else None,
         workspace.thresholds if has_top else None,
         *(vocab_size, split.num_tiles, split.num_splits),
-        **sizes,
+        MAX_SPLITS=max_splits,
         HAS_NOISE=Sampling.RANDOM in asked,
         IS_NATIVE=logits.is_cuda,
         BLOCK=split.block,
@@ -132,7 +131,7 @@ def sample_tokens(
     _combine_kernel[(num_rows,)](
         *(out, host, workspace.scores, workspace.ids, split.num_splits),
         *(slots, context_lens, tokens, lengths, *table),
-        **sizes,
+        MAX_SPLITS=max_splits,
         num_warps=1,
     )
 
@@ -175,7 +174,6 @@ def _draw_kernel(  # type: ignore[no-untyped-def]
     num_tiles,
     num_splits,
     MAX_SPLITS: tl.constexpr,
-    SPLITS_BLOCK: tl.constexpr,
     HAS_NOISE: tl.constexpr,
     IS_NATIVE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -193,7 +191,7 @@ def _draw_kernel(  # type: ignore[no-untyped-def]
     threshold = -float("inf") if thresholds is None else tl.load(thresholds + row)
     row_max, min_p_offset = 0.0, -float("inf")
     if maxima is not None:
-        row_max = load_row_max(maxima + row * MAX_SPLITS, num_splits, SPLITS_BLOCK)
+        row_max = load_row_max(maxima, row, num_splits, MAX_SPLITS)
         min_p_offset = _min_p_offset(row_temperature, tl.load(min_p + slot))
     lanes = tl.arange(0, BLOCK)
     best = tl.full((BLOCK,), -float("inf"), tl.float32)
@@ -239,11 +237,10 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
     num_slots,
     width,
     MAX_SPLITS: tl.constexpr,
-    SPLITS_BLOCK: tl.constexpr,
 ):
     """Reduce a row's splits to the best token; write it to the slot if `tokens` is given."""
     row = tl.program_id(0)
-    splits = tl.arange(0, SPLITS_BLOCK)
+    splits = tl.arange(0, triton.next_power_of_2(MAX_SPLITS))
     offsets = row.to(tl.int64) * MAX_SPLITS + splits
     is_inside = splits < num_splits
     score = tl.load(scores + offsets, mask=is_inside, other=-float("inf"))

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 GROUP_SIZE = 32  # neighboring token ids per group; the groups' maxima determine the pivot
 COLUMNS = ("slots", "context_lens")  # kernel arguments that are slices: their alignment varies
-CAPACITY = 4096  # maximum number of candidates per row
-ROW_BLOCK = 8192  # logits per iteration when a whole row is searched
+CAPACITY = tl.constexpr(4096)  # maximum number of candidates per row
+ROW_BLOCK = tl.constexpr(8192)  # logits per iteration when a whole row is searched
 NUM_WANTED = 2048  # target number of candidates; there may be more (ties, several in a group)
 # Number of leading bits in which two logits of a dtype, as float32, can differ.
 KEY_BITS = {torch.bfloat16: 16, torch.float16: 19, torch.float32: 32}
@@ -61,19 +61,15 @@ def find_thresholds(
     Call find_maxima with `groups` first.
     """
     num_rows, vocab_size = logits.shape
-    parameters = (slots, columns.temperature, columns.top_k, columns.top_p)
+    parameters = columns.temperature, columns.top_k, columns.top_p
     num_groups = triton.cdiv(vocab_size, GROUP_SIZE)
     max_splits = workspace.maxima.shape[1]
-    sizes = {
-        "CAPACITY": CAPACITY,
-        "MAX_SPLITS": max_splits,
-        "SPLITS_BLOCK": triton.next_power_of_2(max_splits),
-    }
     _pivot_kernel[(num_rows,)](
         workspace.pivots,
         workspace.num_candidates,
         workspace.group_maxima,
-        *parameters,
+        slots,
+        parameters,
         vocab_size,
         num_groups,
         0 if vocab_size <= CAPACITY else min(NUM_WANTED, num_groups * 3 // 4),
@@ -83,13 +79,14 @@ def find_thresholds(
     )
     found = (
         *(workspace.candidates, workspace.num_candidates, workspace.masses),
-        *(logits, logits.stride(0), *parameters, workspace.maxima, workspace.pivots, vocab_size),
+        *(logits, logits.stride(0), slots, parameters),
+        *(workspace.maxima, workspace.pivots, vocab_size),
     )
     _gather_kernel[(num_rows, split.num_splits)](
         *found,
         split.num_tiles,
         split.num_splits,
-        **sizes,
+        MAX_SPLITS=max_splits,
         BLOCK=split.block,
         num_warps=4,
     )
@@ -97,9 +94,8 @@ def find_thresholds(
         workspace.thresholds,
         *found,
         split.num_splits,
-        **sizes,
+        MAX_SPLITS=max_splits,
         KEY_BITS=KEY_BITS[logits.dtype],
-        BLOCK=ROW_BLOCK,
         num_warps=8,
     )
 
@@ -138,9 +134,7 @@ def _pivot_kernel(  # type: ignore[no-untyped-def]
     num_candidates,
     group_maxima,
     slots,
-    temperature,
-    top_k,
-    top_p,
+    parameters,
     vocab_size,
     num_groups,
     num_wanted,
@@ -153,9 +147,7 @@ def _pivot_kernel(  # type: ignore[no-untyped-def]
     """
     row = tl.program_id(0)
     tl.store(num_candidates + row, 0)
-    row_temperature, k, p = _load_parameters(
-        tl.load(slots + row), temperature, top_k, top_p, vocab_size
-    )
+    temperature, k, p = _load_parameters(parameters, tl.load(slots + row), vocab_size)
     if (k > 0) | (p < 1.0):
         groups = tl.arange(0, BLOCK)
         maxima = tl.load(
@@ -165,9 +157,9 @@ def _pivot_kernel(  # type: ignore[no-untyped-def]
         )
         weights = (groups < num_groups).to(tl.int32)
         # A pivot of 16 bits is precise enough: the number of candidates need not be exact.
-        key = _descend(_to_key(maxima), weights, None, num_wanted, False, 16, BLOCK)
+        key = _descend(_to_key(maxima), weights, None, num_wanted, False, 16)
         pivot = tl.where(num_wanted > 0, _from_key(key, 16), -float("inf"))
-        tl.store(pivots + row, tl.maximum(pivot, _lowest(tl.max(maxima, 0), row_temperature)))
+        tl.store(pivots + row, tl.maximum(pivot, _lowest(tl.max(maxima, 0), temperature)))
 
 
 @triton.jit(do_not_specialize=["num_tiles", "num_splits"], do_not_specialize_on_alignment=COLUMNS)
@@ -178,34 +170,28 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
     logits,
     stride,
     slots,
-    temperature,
-    top_k,
-    top_p,
+    parameters,
     maxima,
     pivots,
     vocab_size,
     num_tiles,
     num_splits,
-    CAPACITY: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
-    SPLITS_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Gather a split's logits >= pivot, in any order, and sum the mass of all its tokens."""
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
-    row_temperature, k, p = _load_parameters(
-        tl.load(slots + row), temperature, top_k, top_p, vocab_size
-    )
+    temperature, k, p = _load_parameters(parameters, tl.load(slots + row), vocab_size)
     if (k > 0) | (p < 1.0):
-        row_max = load_row_max(maxima + row * MAX_SPLITS, num_splits, SPLITS_BLOCK)
+        row_max = load_row_max(maxima, row, num_splits, MAX_SPLITS)
         pivot = tl.load(pivots + row)
         first_tile, lanes = split * num_tiles, tl.arange(0, BLOCK)
         mass = tl.zeros((BLOCK,), tl.int64)
         count = tl.zeros((BLOCK,), tl.int32)
         for tile in range(first_tile, first_tile + num_tiles):
             value = _load_logits(logits + row * stride, tile * BLOCK + lanes, vocab_size)
-            mass += _mass(value, row_max, row_temperature)
+            mass += _mass(value, row_max, temperature)
             count += (value >= pivot).to(tl.int32)
         tl.store(masses + row * MAX_SPLITS + split, tl.sum(mass, 0))
         total = tl.sum(count, 0)
@@ -228,50 +214,43 @@ def _threshold_kernel(  # type: ignore[no-untyped-def]
     logits,
     stride,
     slots,
-    temperature,
-    top_k,
-    top_p,
+    parameters,
     maxima,
     pivots,
     vocab_size,
     num_splits,
-    CAPACITY: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
-    SPLITS_BLOCK: tl.constexpr,
     KEY_BITS: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
-    row_temperature, k, p = _load_parameters(
-        tl.load(slots + row), temperature, top_k, top_p, vocab_size
-    )
+    temperature, k, p = _load_parameters(parameters, tl.load(slots + row), vocab_size)
     threshold = -float("inf")
     if (k > 0) | (p < 1.0):
-        row_max = load_row_max(maxima + row * MAX_SPLITS, num_splits, SPLITS_BLOCK)
-        splits = tl.arange(0, SPLITS_BLOCK)
+        row_max = load_row_max(maxima, row, num_splits, MAX_SPLITS)
+        splits = tl.arange(0, triton.next_power_of_2(MAX_SPLITS))
         mass = tl.load(masses + row * MAX_SPLITS + splits, mask=splits < num_splits, other=0)
         total = tl.sum(mass, 0)
         count = tl.load(num_candidates + row)
         offsets = tl.arange(0, CAPACITY)
         is_used = offsets < count
         value = tl.load(candidates + row * CAPACITY + offsets, mask=is_used, other=-float("inf"))
-        mass = _mass(value, row_max, row_temperature)
-        is_all = tl.load(pivots + row) <= _lowest(row_max, row_temperature)
+        mass = _mass(value, row_max, temperature)
+        is_all = tl.load(pivots + row) <= _lowest(row_max, temperature)
         is_among = tl.where(k > 0, count >= k, tl.sum(mass, 0) >= _limit(p, total))
-        whole = logits, vocab_size, row_max, row_temperature
+        whole = logits, vocab_size, row_max, temperature
         if (is_all | is_among) & (count <= CAPACITY):
             weights = is_used.to(tl.int32), mass
             k = tl.minimum(k, count)
-            threshold = _search(_to_key(value), weights, whole, k, p, total, KEY_BITS, BLOCK)
+            threshold = _search(_to_key(value), weights, whole, k, p, total, KEY_BITS)
         else:
-            threshold = _search(None, (None, None), whole, k, p, total, KEY_BITS, BLOCK)
+            threshold = _search(None, (None, None), whole, k, p, total, KEY_BITS)
     tl.store(thresholds + row, threshold)
 
 
 @triton.jit
 def _search(  # type: ignore[no-untyped-def]
-    keys, weights, whole, k, p, total, KEY_BITS: tl.constexpr, BLOCK: tl.constexpr
+    keys, weights, whole, k, p, total, KEY_BITS: tl.constexpr
 ):
     """Return the threshold of a row, searched among `keys` or, without keys, in the whole row.
 
@@ -280,28 +259,27 @@ def _search(  # type: ignore[no-untyped-def]
     """
     key = tl.zeros((), tl.uint32)
     if k > 0:
-        key = _descend(keys, weights[0], whole, k, True, KEY_BITS, BLOCK)
-        total = _sum_from(key, keys, weights[1], whole, False, BLOCK)
+        key = _descend(keys, weights[0], whole, k, True, KEY_BITS)
+        total = _sum_from(key, keys, weights[1], whole, False)
     if p < 1.0:
-        key = _descend(keys, weights[1], whole, _limit(p, total), False, KEY_BITS, BLOCK)
+        key = _descend(keys, weights[1], whole, _limit(p, total), False, KEY_BITS)
     return _from_key(key, KEY_BITS)
 
 
 @triton.jit
-def load_row_max(maxima, num_splits, SPLITS_BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def load_row_max(maxima, row, num_splits, MAX_SPLITS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return the largest logit of a row, from the maxima of its splits."""
-    splits = tl.arange(0, SPLITS_BLOCK)
+    maxima += row * MAX_SPLITS
+    splits = tl.arange(0, triton.next_power_of_2(MAX_SPLITS))
     return tl.max(tl.load(maxima + splits, mask=splits < num_splits, other=-float("inf")), 0)
 
 
 @triton.jit
-def _load_parameters(slot, temperature, top_k, top_p, vocab_size):  # type: ignore[no-untyped-def]
+def _load_parameters(parameters, slot, vocab_size):  # type: ignore[no-untyped-def]
     """Load a slot's temperature, top_k and top_p; k is 0 and p is 1 if they have no effect."""
-    row_temperature = tl.load(temperature + slot)
-    k = tl.load(top_k + slot)
-    p = tl.load(top_p + slot)
-    k = tl.where((row_temperature > 0.0) & (k < vocab_size), k, 0)
-    return row_temperature, k, tl.where(row_temperature > 0.0, p, 1.0)
+    temperature, k, p = [tl.load(parameter + slot) for parameter in parameters]
+    k = tl.where((temperature > 0.0) & (k < vocab_size), k, 0)
+    return temperature, k, tl.where(temperature > 0.0, p, 1.0)
 
 
 @triton.jit
@@ -355,7 +333,6 @@ def _descend(  # type: ignore[no-untyped-def]
     target,
     IS_COUNT: tl.constexpr,
     KEY_BITS: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     """Return the largest key such that the total weight of the keys >= it is at least `target`.
 
@@ -365,7 +342,7 @@ def _descend(  # type: ignore[no-untyped-def]
     digit = tl.full((), 1 << 31, tl.uint32)
     for _ in range(KEY_BITS):
         higher = key + digit
-        reached = _sum_from(higher, keys, weights, whole, IS_COUNT, BLOCK)
+        reached = _sum_from(higher, keys, weights, whole, IS_COUNT)
         key = tl.where(reached >= target, higher, key)
         digit = digit >> 1
     return key
@@ -373,7 +350,7 @@ def _descend(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _sum_from(  # type: ignore[no-untyped-def]
-    key, keys, weights, whole, IS_COUNT: tl.constexpr, BLOCK: tl.constexpr
+    key, keys, weights, whole, IS_COUNT: tl.constexpr
 ):
     """Sum the weights of the keys >= `key`.
 
@@ -383,9 +360,9 @@ def _sum_from(  # type: ignore[no-untyped-def]
         return tl.sum(tl.where(keys >= key, weights, 0), 0)
     else:
         logits, vocab_size, row_max, temperature = whole
-        total = tl.zeros((BLOCK,), tl.int64)
-        for start in range(0, vocab_size, BLOCK):
-            ids = start + tl.arange(0, BLOCK)
+        total = tl.zeros((ROW_BLOCK,), tl.int64)
+        for start in range(0, vocab_size, ROW_BLOCK):
+            ids = start + tl.arange(0, ROW_BLOCK)
             value = _load_logits(logits, ids, vocab_size)
             weight = (
                 (ids < vocab_size).to(tl.int64) if IS_COUNT else _mass(value, row_max, temperature)
