@@ -7,21 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import (
-    Gemma3TextConfig,
-    Glm4Config,
-    LlamaConfig,
-    MistralConfig,
-    MixtralConfig,
-    Phi3Config,
-    PreTrainedConfig,
-    Qwen2Config,
-    Qwen3_5MoeTextConfig,
-    Qwen3_5TextConfig,
-    Qwen3Config,
-    Qwen3MoeConfig,
-    Qwen3NextConfig,
-)
+from transformers import PreTrainedConfig
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.worker.loader import LoadingLayers
@@ -35,7 +21,7 @@ from tests.checkpoint.tiny_quantized import (
     packed_kind,
     write_twins,
 )
-from tests.checkpoints import SIZES, make_checkpoint
+from tests.checkpoints import FAMILIES, SIZES, VARIANTS, make_checkpoint
 
 # Sizes that two ranks can shard into whole groups and blocks of 16.
 EVEN = {**SIZES, "hidden_size": 64, "intermediate_size": 96, "max_position_embeddings": 128}
@@ -50,19 +36,25 @@ DELTA_NET = {
     "layer_types": ["linear_attention", "full_attention"],
 }
 SHARED_EXPERT = {"shared_expert_intermediate_size": 64}
-MODELS: dict[str, PreTrainedConfig] = {
-    "llama": LlamaConfig(**EVEN, tie_word_embeddings=False),
-    "qwen3-tied": Qwen3Config(**EVEN, head_dim=16, tie_word_embeddings=True),
-    "qwen2": Qwen2Config(**EVEN),
-    "phi3": Phi3Config(**EVEN, pad_token_id=0),
-    "mixtral": MixtralConfig(**EVEN, num_local_experts=3),
-    "qwen3-moe": Qwen3MoeConfig(**EVEN, **EXPERTS, head_dim=16),
-    "glm4": Glm4Config(**EVEN, head_dim=16, pad_token_id=0),
-    "gemma3": Gemma3TextConfig(**EVEN, head_dim=16, tie_word_embeddings=False),
-    "mistral": MistralConfig(**EVEN),
-    "qwen3.5": Qwen3_5TextConfig(**EVEN, **DELTA_NET),
-    "qwen3.5-moe": Qwen3_5MoeTextConfig(**EVEN, **EXPERTS, **DELTA_NET, **SHARED_EXPERT),
-    "qwen3-next": Qwen3NextConfig(**EVEN, **EXPERTS, **DELTA_NET, **SHARED_EXPERT),
+
+
+def even(name: str, **options: Any) -> PreTrainedConfig:
+    return type((VARIANTS | FAMILIES)[name])(**EVEN, **options)
+
+
+MODELS = {
+    "llama": even("llama", tie_word_embeddings=False),
+    "qwen3-tied": even("qwen3", head_dim=16, tie_word_embeddings=True),
+    "qwen2": even("qwen2"),
+    "phi3": even("phi3", pad_token_id=0),
+    "mixtral": even("mixtral", num_local_experts=3),
+    "qwen3-moe": even("qwen3-moe", **EXPERTS, head_dim=16),
+    "glm4": even("glm4", head_dim=16, pad_token_id=0),
+    "gemma3": even("gemma3", head_dim=16, tie_word_embeddings=False),
+    "mistral": even("mistral"),
+    "qwen3.5": even("qwen3.5", **DELTA_NET),
+    "qwen3.5-moe": even("qwen3.5-moe", **EXPERTS, **DELTA_NET, **SHARED_EXPERT),
+    "qwen3-next": even("qwen3-next", **EXPERTS, **DELTA_NET, **SHARED_EXPERT),
 }
 # Formats that GPU kernels read as stored.
 KEPT: dict[str, Kind] = {
