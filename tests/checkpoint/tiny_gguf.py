@@ -180,7 +180,7 @@ def write_gguf(
             add_value(writer, key, value)
     tensors = hf_tensors(arch, tied=True) if tensors is None else tensors
     for name, array in stack_experts(tensors).items():
-        projection = name.split(".")[-2:][0]
+        projection = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
         if arch in PERMUTED and projection in heads:
             array = permute_rows(array, heads[projection])
         if arch in ("gemma2", "gemma3") and name.endswith("norm.weight"):

@@ -68,8 +68,13 @@ def test_the_helper_for_streams_tells_events() -> None:
     assert final.choices[0].message.tool_calls[0].function.name == "weather"
 
 
-def test_streams_have_logprobs() -> None:
-    chunks = chat(REAL, HELLO, max_tokens=5, logprobs=True, top_logprobs=2, stream=True)
+def test_chunks_have_one_id_a_role_logprobs_and_the_usage() -> None:
+    asked: Any = {"logprobs": True, "top_logprobs": 2, "stream_options": {"include_usage": True}}
+    asked["extra_body"] = {"ignore_eos": True}
+    chunks = list(chat(REAL, HELLO, max_tokens=5, stream=True, **asked))
+    assert [len(chunk.choices) for chunk in chunks] == [1] * (len(chunks) - 1) + [0]
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert {chunk.id for chunk in chunks} == {chunks[0].id}
     choices = [choice for chunk in chunks for choice in chunk.choices if choice.logprobs]
     tokens = [each for choice in choices for each in choice.logprobs.content]
     assert len(tokens) == 5
