@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -173,27 +172,32 @@ def test_gated_delta_net(ops: Ops, size: int, is_grouped: bool) -> None:
 def test_shared_expert(ops: Ops, size: int) -> None:
     model = replace(MODEL, experts=replace(EXPERTS, shared_size=40), mlp_bias=False)
     names = ExpertNames("gate_proj", "up_proj", "down_proj")
-    assert_ranks_add_up(ops, size, lambda context: SharedExpertMoeBlock(model, names, context))
-
-
-@SIZES
-def test_experts(ops: Ops, size: int) -> None:
-    names = ExpertNames("gate_proj", "up_proj", "down_proj")
-    assert_ranks_add_up(ops, size, lambda context: SparseMoeBlock(HIDDEN, EXPERTS, names, context))
-
-
-def assert_ranks_add_up(ops: Ops, size: int, make: Callable[[BuildContext], Any]) -> None:
-    """The updates of all ranks add up to that of one rank with the same weights."""
-    one = make(build(ops))
+    one = SharedExpertMoeBlock(model, names, build(ops))
     stored = stored_tensors(one)
     load(one, stored)
     x, norm = torch.randn(7, HIDDEN), norm_of(ops)
     want = one(ResidualStream(x.clone()), norm).update
     outputs = []
     for group in unconnected(size):
-        layer = make(build(ops, group))
-        load(layer, stored)
-        outputs.append(layer(ResidualStream(x.clone()), norm).update)
+        moe = SharedExpertMoeBlock(model, names, build(ops, group))
+        load(moe, stored)
+        outputs.append(moe(ResidualStream(x.clone()), norm).update)
+    torch.testing.assert_close(add_up(outputs), want)
+
+
+@SIZES
+def test_experts(ops: Ops, size: int) -> None:
+    names = ExpertNames("gate_proj", "up_proj", "down_proj")
+    one = SparseMoeBlock(HIDDEN, EXPERTS, names, build(ops))
+    stored = stored_tensors(one)
+    load(one, stored)
+    x, norm = torch.randn(7, HIDDEN), norm_of(ops)
+    want = one(ResidualStream(x.clone()), norm).update
+    outputs = []
+    for group in unconnected(size):
+        sparse = SparseMoeBlock(HIDDEN, EXPERTS, names, build(ops, group))
+        load(sparse, stored)
+        outputs.append(sparse(ResidualStream(x.clone()), norm).update)
     torch.testing.assert_close(add_up(outputs), want)
 
 
