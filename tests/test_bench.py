@@ -52,22 +52,6 @@ def test_options_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     }
 
 
-def test_the_table_says_how_much_better() -> None:
-    cases = [
-        bench.Case("nano", "tok/s", Workload([[1]], [1]), num_units=300),
-        bench.Case("bs1", "ms/step, whole run", Workload([[1]], [1]), num_units=100),
-    ]
-    measured = {
-        "nanovllm": bench.Measured([[1.0, 9.0, 0.5], [1.0]], 2_000_000_000),
-        "other": bench.Measured([[3.0], [2.0]], 1_000_000_000),
-    }
-    assert bench.table(cases, measured, [600.0, None]).splitlines()[2:] == [
-        "| nano, tok/s | 300 | 100 (3.00x) | 600 |",
-        "| bs1, ms/step, whole run | 10.0 | 20.0 (2.00x) | |",
-        "| peak memory, GB | 2.00 | 1.00 (0.50x) | |",
-    ]
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

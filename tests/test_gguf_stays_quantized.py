@@ -14,7 +14,7 @@ pytest.importorskip("numba")
 pytest.importorskip("gguf")
 from numba.core import event
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM
 from nanovllm.checkpoint.find import find_checkpoint
 from nanovllm.config import EngineConfig
 from nanovllm.devices.cpu.kernels import interpreter
@@ -23,38 +23,26 @@ from nanovllm.models.registry import read_config
 from nanovllm.ops.tp_group import ALONE
 from nanovllm.worker import load_model
 from nanovllm.worker import memory_check as memory
-from nanovllm.worker.loader import LoadingLayers
 from nanovllm.worker.quantized_layouts import choose_layouts
 from tests.checkpoint import tiny_gguf
 from tests.checkpoint.tiny_gguf import hf_tensors, write_gguf
 from tests.checkpoints import make_checkpoint
 from tests.devices import cpu_device
-from tests.test_quantized_models import EXPERTS, MODELS
+from tests.quantized_twins import (
+    EXPERTS,
+    GREEDY,
+    MODELS,
+    PROMPTS,
+    SIZE_OPTIONS,
+    Kept,
+    assert_close,
+    note_kept,
+    run,
+)
 from tests.threaded_ranks import engines_of
 from tests.worker.test_loader import write_gguf as write_checkpoint_gguf
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-PROMPTS = [[3, 14, 15, 9, 26], list(range(20)), [7]]  # few and many rows
-PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=3)
-SIZES: dict[str, Any] = {
-    "kvcache_block_size": 16,
-    "max_num_seqs": 4,
-    "max_model_len": 64,
-    "dtype": "float32",
-}
-Logprobs = list[list[float]]
-
-
-def run(path: Path, **options: Any) -> tuple[list[list[int]], Logprobs]:
-    """Return the completions and the logprobs of their tokens."""
-    with LLM(path, skip_tokenizer_init=True, **(SIZES | options)) as llm:
-        outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
-    tokens, logprobs = [o.token_ids for o in outputs], [o.logprobs for o in outputs]
-    values = [
-        [step[token].logprob for step, token in zip(steps or [], ids, strict=True)]
-        for steps, ids in zip(logprobs, tokens, strict=True)
-    ]
-    return tokens, values
 
 
 @pytest.fixture
@@ -69,24 +57,12 @@ def run_dequantized(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], Any]:
 
 
 @pytest.fixture
-def kept(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The sizes in bytes of all tensors that are loaded as quant blocks."""
-    sizes: list[int] = []
-    loaded = LoadingLayers.loaded
-
-    def note(self: LoadingLayers, name: str) -> None:
-        if self.expected[name].is_quantized:
-            sizes.append(self.expected[name].nbytes)
-        loaded(self, name)
-
-    monkeypatch.setattr(LoadingLayers, "loaded", note)
-    return sizes
+def kept(monkeypatch: pytest.MonkeyPatch) -> Kept:
+    return note_kept(monkeypatch)
 
 
-def assert_equal(got: Any, want: Any) -> None:
-    assert got[0] == want[0]
-    for ours, theirs in zip(got[1], want[1], strict=True):
-        assert ours == pytest.approx(theirs, abs=1e-4)
+def num_bytes(kept: Kept) -> int:
+    return sum(size for _, size in kept)
 
 
 def write(folder: Path, arch: str, tied: bool, quant: str, **others: str) -> Path:
@@ -97,24 +73,24 @@ def write(folder: Path, arch: str, tied: bool, quant: str, **others: str) -> Pat
     return write_gguf(folder / "m.gguf", arch, tensors, quant, other_quants=others)
 
 
-def test_what_is_stored_is_kept(tmp_path: Path, run_dequantized: Any, kept: list[int]) -> None:
+def test_what_is_stored_is_kept(tmp_path: Path, run_dequantized: Any, kept: Kept) -> None:
     """The rows of heads are reordered, and a tied head is used as stored."""
     path = write(tmp_path, "llama", True, "Q4_1")
-    assert_equal(run(path), run_dequantized(path))
+    assert_close(run(path), run_dequantized(path))
     assert len(kept) == 1 + 7 * 2  # none in the dequantizing engine
     num_weights = 48 * 64 + 2 * (64 * (2 * 128 + 2 * 64) + 3 * 64 * 96)
-    assert sum(kept) == num_weights // 32 * 20  # 20 bytes per quant block
+    assert num_bytes(kept) == num_weights // 32 * 20  # 20 bytes per quant block
 
 
 @pytest.mark.slow
-def test_types_may_be_mixed(tmp_path: Path, run_dequantized: Any, kept: list[int]) -> None:
+def test_types_may_be_mixed(tmp_path: Path, run_dequantized: Any, kept: Kept) -> None:
     """Here q and k have another type than v."""
     path = write(tmp_path, "llama", True, "Q4_1", v_proj="Q8_0", down_proj="Q8_0")
-    assert_equal(run(path), run_dequantized(path))
+    assert_close(run(path), run_dequantized(path))
     assert len(kept) == 1 + 7 * 2
     # 32 weights take 20 bytes in Q4_1 and 34 in Q8_0.
     q4, q8 = 48 * 64 + 2 * (64 * (128 + 64 + 2 * 96) + 64 * 128), 2 * (64 * 64 + 64 * 96)
-    assert sum(kept) == q4 // 32 * 20 + q8 // 32 * 34
+    assert num_bytes(kept) == q4 // 32 * 20 + q8 // 32 * 34
 
 
 @pytest.mark.slow
@@ -136,55 +112,55 @@ def test_types_may_be_mixed(tmp_path: Path, run_dequantized: Any, kept: list[int
     ],
 )
 def test_every_family_answers_alike(
-    tmp_path: Path, run_dequantized: Any, kept: list[int], arch: str, tied: bool, quant: str
+    tmp_path: Path, run_dequantized: Any, kept: Kept, arch: str, tied: bool, quant: str
 ) -> None:
     """Checked on one rank and on two."""
     path = write(tmp_path, arch, tied, quant)
     want = run_dequantized(path)
-    assert_equal(run(path), want)
+    assert_close(run(path), want)
     assert len(kept) == sum(array.ndim > 1 for array in hf_tensors(arch, tied=tied).values())
     with engines_of(2):
-        assert_equal(run(path), want)
+        assert_close(run(path), want)
 
 
 @pytest.mark.parametrize("model", ["qwen3.5", "qwen3.5-moe"])
-def test_delta_nets(tmp_path: Path, run_dequantized: Any, kept: list[int], model: str) -> None:
+def test_delta_nets(tmp_path: Path, run_dequantized: Any, kept: Kept, model: str) -> None:
     """The rows of gates are moved, and value heads stay in the order of the file."""
     checkpoint = make_checkpoint(tmp_path / model, MODELS[model])
     path = write_checkpoint_gguf(tmp_path / "m.gguf", checkpoint, "Q8_0")
-    assert_equal(run(path), run_dequantized(path))
+    assert_close(run(path), run_dequantized(path))
     num_mlp = 3 if model == "qwen3.5" else 3 * EXPERTS["num_experts"] + 1 + 3
     assert len(kept) == 2 + 5 + 4 + 2 * num_mlp  # without the shared experts' gates
 
 
 @pytest.mark.slow
 def test_ranks_share_experts(
-    tmp_path: Path, run_dequantized: Any, kept: list[int], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, run_dequantized: Any, kept: Kept, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Experts are two quant blocks wide, one for each rank."""
     monkeypatch.setattr(tiny_gguf, "EXPERT_INTERMEDIATE", 64)
     path = write(tmp_path, "qwen3moe", False, "Q8_0")
     want = run_dequantized(path)
     with engines_of(2):
-        assert_equal(run(path), want)
+        assert_close(run(path), want)
     assert len(kept) == 2 * (2 + 2 * (5 + 3 * 3))  # the router is quantized too
 
 
 @pytest.mark.slow
 def test_ranks_cut_no_block(
-    tmp_path: Path, run_dequantized: Any, kept: list[int], caplog: pytest.LogCaptureFixture
+    tmp_path: Path, run_dequantized: Any, kept: Kept, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Half of 96 inputs is 1.5 quant blocks, so a projection of that width is dequantized."""
     path = write(tmp_path, "llama", False, "Q8_0")
     want = run_dequantized(path)
     with engines_of(2), caplog.at_level(logging.INFO, "nanovllm"):
-        assert_equal(run(path), want)
+        assert_close(run(path), want)
     assert len(kept) == 2 * (2 + 6 * 2)  # all but two down projections
     assert "2 of 16 quantized weights, such as model.layers.0.mlp.down_proj.weight," in caplog.text
 
 
 def test_without_a_kernel_all_is_dequantized(
-    tmp_path: Path, kept: list[int], caplog: pytest.LogCaptureFixture
+    tmp_path: Path, kept: Kept, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = write(tmp_path, "llama", True, "Q4_1")
     with caplog.at_level(logging.INFO, "nanovllm"):
@@ -194,7 +170,7 @@ def test_without_a_kernel_all_is_dequantized(
 
 
 def test_a_half_quantized_projection_is_dequantized(
-    tmp_path: Path, kept: list[int], caplog: pytest.LogCaptureFixture
+    tmp_path: Path, kept: Kept, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = write(tmp_path, "llama", True, "F32", k_proj="Q4_1")
     with caplog.at_level(logging.INFO, "nanovllm"):
@@ -203,7 +179,7 @@ def test_a_half_quantized_projection_is_dequantized(
     assert caplog.text.count("2 of 2 quantized weights are dequantized") == 1
 
 
-def test_needs_count_quant_blocks(tmp_path: Path, kept: list[int]) -> None:
+def test_needs_count_quant_blocks(tmp_path: Path, kept: Kept) -> None:
     """A model that would not fit dequantized is accepted."""
     path = write(tmp_path, "llama", False, "Q4_1")
     checkpoint, config = find_checkpoint(str(path)), EngineConfig(str(path), max_model_len=64)
@@ -212,7 +188,7 @@ def test_needs_count_quant_blocks(tmp_path: Path, kept: list[int]) -> None:
     build = BuildContext(device.torch_device, torch.float32, None, None, ALONE, layouts)  # type: ignore[arg-type]
     run(path)
     norms = (2 * 2 + 1) * 64 * 4
-    assert memory.estimate_memory(config, model, build).weights == sum(kept) + norms
+    assert memory.estimate_memory(config, model, build).weights == num_bytes(kept) + norms
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True])
@@ -231,11 +207,11 @@ def test_nothing_is_compiled_once_an_engine_is_ready(
 
     compile_function = interpreter.Compiler.compile
     monkeypatch.setattr(interpreter.Compiler, "compile", note)
-    with LLM(path, skip_tokenizer_init=True, **(SIZES | options)) as llm:
+    with LLM(path, skip_tokenizer_init=True, dtype="float32", **SIZE_OPTIONS, **options) as llm:
         assert {"linear", "dequantize"} <= set(compiled)
         compiled.clear()
         with event.install_listener("numba:compile", CompilerFailure()):
-            llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+            llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     assert compiled == []
 
 

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.floors import model_cost
-from benchmarks.models import model_names, model_path
+from benchmarks.models import model_path
 from nanovllm.models.registry import read_config
 
 # Parameters of the published checkpoints; a tied embedding counts once. Those of Qwen3.5 are its
@@ -34,12 +34,6 @@ def read(name: str) -> dict[str, Any]:
     return dict(json.loads(Path(model_path(name)).read_text()))
 
 
-def test_names() -> None:
-    assert model_names() == sorted(SIZES)
-    assert model_path("Qwen3-0.6B") == model_path("qwen3-0.6b")
-    assert model_path("some/where") == "some/where"
-
-
 @pytest.mark.parametrize("name", SIZES)
 def test_sizes_are_the_published_ones(name: str) -> None:
     """transformers creates as many parameters as published, and our costs count its matrices."""
@@ -57,28 +51,3 @@ def test_sizes_are_the_published_ones(name: str) -> None:
     embedding = 0 if config.tie_word_embeddings else cost.head_weights
     experts = cost.num_experts * cost.expert_weights
     assert cost.layer_weights + experts + cost.head_weights + embedding == matrices
-
-
-@pytest.mark.parametrize("name", SIZES)
-def test_constants(name: str) -> None:
-    """Constants that the sizes do not show are the published ones."""
-    config = read_config(read(name))
-    rope = config.layers[0].rope
-    found = (
-        config.max_position_embeddings,
-        rope.kind,
-        rope.theta,
-        config.rms_norm_eps,
-        rope.factor,
-    )
-    if name.startswith("qwen3.5"):
-        assert found == (262144, "default", 1e7, 1e-6, 1.0)
-        assert rope.rotary_dim == 64
-        assert config.recurrent is not None
-        assert len(config.recurrent.layers) == len(config.layers) * 3 // 4
-    elif name.startswith("qwen3-"):
-        assert found == (40960, "default", 1e6, 1e-6, 1.0)
-    else:
-        assert found == (131072, "llama3", 5e5, 1e-5, 32.0 if name == "llama-3.2-1b" else 8.0)
-    head_dims = {"llama-3.2-1b": 64, "qwen3.5-9b": 256, "qwen3.5-35b-a3b": 256}
-    assert (config.head_dim, config.dtype) == (head_dims.get(name, 128), "bfloat16")

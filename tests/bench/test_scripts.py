@@ -17,11 +17,9 @@ import bench
 from benchmarks.engine import first_minute, startup
 from benchmarks.engine.first_minute import Run
 from benchmarks.engine.startup import PHASES
-from benchmarks.engine.trace import report, summarize
 from nanovllm.cli import build_parser
 from nanovllm.cli.exit_code import exit_code
 from nanovllm.cli.options import dashed
-from nanovllm.errors import ConfigError
 from tests.bench.test_steps import CONFIG
 from tests.cli.terminal_process import ROOT, run_program
 
@@ -150,23 +148,3 @@ def test_the_first_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert (record["case"], record["longest_gap"]) == ("first-minute", 0.3)
     assert run.meets_bars
     assert not Run(first=5.9, median_gap=0.1, longest_gap=0.4, total=9.0).meets_bars
-
-
-def test_busy_time_and_gaps() -> None:
-    events = [
-        {"ph": "X", "cat": "kernel", "name": "gemm", "ts": 100.0, "dur": 40.0},
-        {"ph": "X", "cat": "kernel", "name": "small", "ts": 110.0, "dur": 10.0},  # inside gemm
-        {"ph": "X", "cat": "cuda_runtime", "name": "launch", "ts": 0.0, "dur": 500.0},
-        {"ph": "X", "cat": "gpu_memcpy", "name": "copy", "ts": 150.0, "dur": 20.0},
-        {"ph": "X", "cat": "kernel", "name": "gemm", "ts": 170.0, "dur": 30.0},
-        {"ph": "i", "cat": "kernel", "name": "mark", "ts": 900.0},
-    ]
-    summary = summarize(events)
-    assert (summary.window, summary.busy, summary.gaps) == (100.0, 90.0, {"copy": 10.0})
-    assert summary.kernels == {"gemm": [40.0, 30.0], "small": [10.0], "copy": [20.0]}
-    lines = [line.split() for line in report(summary, num_steps=2).splitlines()]
-    assert lines[1] == ["45.0", "90.0%", "2.0", "GPU", "busy"]
-    assert lines[3] == ["5.0", "10.0%", "before", "copy"]
-    assert lines[4] == ["35.0", "70.0%", "1.0", "gemm"]
-    with pytest.raises(ConfigError, match="no GPU activity"):
-        summarize([])

@@ -10,10 +10,6 @@ from typing import Any
 import pytest
 
 from benchmarks.engine import steps
-from benchmarks.runner import run_once
-from benchmarks.workloads import uniform
-from nanovllm.errors import ConfigError
-from nanovllm.llm import LLM
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -81,29 +77,6 @@ def test_samples_without_a_floor(measure: Any, capsys: pytest.CaptureFixture[str
     output = capsys.readouterr().out
     assert "floor unknown" in output
     assert "of the floor's speed" not in output
-
-
-@pytest.mark.parametrize("depth", [0, 1])
-def test_decode_steps_are_counted_after_the_last_first_token(folder: Path, depth: int) -> None:
-    """If prompts enter over several steps, only steps in which all of them decode count."""
-    options: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True, "depth": depth}
-    with LLM(folder, max_num_batched_tokens=32, max_model_len=256, **options) as llm:
-        workload = uniform(512, num_prompts=3, prompt_len=30, max_tokens=9)
-        timing = run_once(llm, workload, "a")
-        assert timing.num_decode_steps == 8
-        assert 0 < timing.decode_seconds < timing.seconds
-        assert timing.num_cached_tokens == 0
-        assert run_once(llm, workload, "b").num_cached_tokens == 0
-        with pytest.raises(ConfigError, match="257 tokens, but the engine ends them at 256"):
-            run_once(llm, uniform(512, 1, 256, 1), "c")
-
-
-def test_results_that_cannot_be_written_stop_the_run_before_it_starts(
-    folder: Path, measure: Any
-) -> None:
-    (folder / "results.jsonl").mkdir()
-    with pytest.raises(ConfigError, match=r"cannot write results to .*: Is a directory"):
-        measure("latency")
 
 
 @pytest.mark.parametrize("arguments", ["latency --new-tokens 1", "prefix --repeats 0", "sleep"])

@@ -99,10 +99,10 @@ def mlp_shapes(prefix: str, size: int) -> Shapes:
     }
 
 
-def gguf_name(hf_name: str, arch: str) -> str:
+def gguf_name(hf_name: str, arch: str, num_layers: int = LAYERS) -> str:
     """Ask the gguf package, which knows Hugging Face names, for the stored one."""
     number = {value: key for key, value in gguf.MODEL_ARCH_NAMES.items()}[arch]
-    names = gguf.get_tensor_name_map(number, LAYERS)
+    names = gguf.get_tensor_name_map(number, num_layers)
     name = names.get_name(hf_name, try_suffixes=(".weight", ".bias"))
     if hf_name == "lm_head.weight":  # Gemma 2 has none there
         name = "output.weight"
@@ -141,6 +141,7 @@ def write_gguf(
     raw: Arrays | None = None,
     norm_quant: str = "F32",
     other_quants: dict[str, str] | None = None,
+    sizes: tuple[int, int, int] = (LAYERS, HEADS, KV_HEADS),
 ) -> Path:
     """Write a model as converters do: matrices quantized, norms float32, rows and norms changed.
 
@@ -172,21 +173,24 @@ def write_gguf(
     if arch in ("gemma2", "gemma3", "phi3"):
         values[f"{arch}.attention.sliding_window"] = WINDOW
     values |= metadata or {}
+    num_layers, num_heads, num_kv_heads = sizes
+    heads = {"q_proj": num_heads, "k_proj": num_kv_heads}
     for key, value in values.items():
         if value is not None:
             add_value(writer, key, value)
     tensors = hf_tensors(arch, tied=True) if tensors is None else tensors
     for name, array in stack_experts(tensors).items():
-        if arch in PERMUTED and ".q_proj." in name:
-            array = permute_rows(array, HEADS)
-        if arch in PERMUTED and ".k_proj." in name:
-            array = permute_rows(array, KV_HEADS)
+        projection = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
+        if arch in PERMUTED and projection in heads:
+            array = permute_rows(array, heads[projection])
         if arch in ("gemma2", "gemma3") and name.endswith("norm.weight"):
             array = array + 1
         others = [other for part, other in (other_quants or {}).items() if part in name]
         matrix_quant = others[0] if others else quant
-        kind = gguf.GGMLQuantizationType[matrix_quant if array.ndim > 1 else norm_quant]
-        writer.add_tensor(gguf_name(name, arch), gguf.quants.quantize(array, kind), raw_dtype=kind)
+        is_matrix = array.ndim > 1 and projection != "conv1d"
+        kind = gguf.GGMLQuantizationType[matrix_quant if is_matrix else norm_quant]
+        stored = gguf_name(name, arch, num_layers)
+        writer.add_tensor(stored, gguf.quants.quantize(array, kind), raw_dtype=kind)
     for name, array in (raw or {}).items():
         writer.add_tensor(name, array)
     writer.write_header_to_file()

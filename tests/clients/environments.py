@@ -1,4 +1,4 @@
-"""A separate environment for each client; its pinned packages may differ from ours."""
+"""Environments for clients; their pinned packages may differ from ours, and from each other."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ HERE = Path(__file__).parent
 ROOT = CACHE / "clients"
 REQUIREMENTS = HERE / "requirements"
 NPM_FLAGS = ("--no-audit", "--no-fund", "--no-update-notifier")
-# Options and packages of npm by environment; the agents' own scripts link their programs.
+# Packages of npm by environment.
 NPM = {
-    "node": ("--ignore-scripts", "openai@7.53.0", "zod@4.6.7"),
-    "agents": ("@openai/codex@0.169.0", "@anthropic-ai/claude-code@2.1.328", "opencode-ai@1.18.33"),
+    "node": (
+        *("openai@7.53.0", "zod@4.6.7"),
+        *("@openai/codex@0.169.0", "@anthropic-ai/claude-code@2.1.328", "opencode-ai@1.18.33"),
+    )
 }
 NOT_REACHED = (
     *("client error (Connect)", "dns error", "operation timed out"),  # uv
@@ -39,7 +41,7 @@ UV_NAMES = {
 
 
 def environment(name: str) -> Path:
-    """Return the bin folder of a client's environment; install it if it does not exist."""
+    """Return the bin folder of an environment; install it if it does not exist."""
     wanted = "".join((REQUIREMENTS / f"{name}{end}").read_text() for end in (".in", ".txt"))
     wanted += " ".join([sys.base_prefix, sys.version, *NPM.get(name, ())])
     folder = ROOT / f"{name}-{hashlib.sha256(wanted.encode()).hexdigest()[:16]}"

@@ -12,6 +12,7 @@ recognizes anything, the model ends its turn.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -25,32 +26,6 @@ BITS, HEADS, GAP, CONTEXT = 16, 10, 30.0, 131072
 NEXT, ONE = BITS * (HEADS + 1), BITS * (HEADS + 2)  # columns of the residual
 WIDTH = 208
 MULTIPLIER = 40503  # odd, so that codes differ
-# ChatML with tool calls as in Qwen3: results in a row share one turn.
-TEMPLATE = r"""
-{%- macro text(m) -%}
-{{- m.content if m.content is string else (m.content or []) | map(attribute='text') | join('\n') -}}
-{%- endmacro -%}
-{%- set system = messages[0].role == 'system' -%}
-{%- if tools or system -%}{{- '<|im_start|>system\n' + (text(messages[0]) if system else '') -}}
-{%- if tools -%}{{- '\n\n# Tools\n<tools>' -}}
-{%- for t in tools -%}{{- '\n' + (t | tojson) -}}{%- endfor -%}
-{{- '\n</tools>\nCall so: <tool_call>\n{"name": <name>, "arguments": <object>}\n</tool_call>' -}}
-{%- endif -%}{{- '<|im_end|>\n' -}}{%- endif -%}
-{%- for m in messages -%}
-{%- if m.role == 'tool' -%}
-{%- if loop.first or messages[loop.index0 - 1].role != 'tool' -%}{{- '<|im_start|>user' -}}
-{%- endif -%}
-{{- '\n<tool_response>\n' + text(m) + '\n</tool_response>' -}}
-{%- if loop.last or messages[loop.index0 + 1].role != 'tool' -%}{{- '<|im_end|>\n' -}}{%- endif -%}
-{%- elif m.role == 'assistant' -%}{{- '<|im_start|>assistant\n' + text(m) -}}
-{%- for c in (m.tool_calls or []) -%}
-{{- ('\n' if text(m) or not loop.first else '') + '<tool_call>\n{"name": "' -}}
-{{- c.function.name + '", "arguments": ' + (c.function.arguments | tojson) + '}\n</tool_call>' -}}
-{%- endfor -%}{{- '<|im_end|>\n' -}}
-{%- elif not (loop.first and m.role == 'system') -%}
-{{- '<|im_start|>' + m.role + '\n' + text(m) + '<|im_end|>\n' -}}{%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}"""
 AFTER_USER = "<|im_end|>\n<|im_start|>assistant\n"
 AFTER_RESULT = "_response>" + AFTER_USER
 
@@ -68,7 +43,8 @@ def make_scripted_model(folder: Path, call: str, answer: str) -> Path:
     """
     tokenizer = load_tokenizer(find_checkpoint("smollm2"))
     tokenizer.save_pretrained(folder)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    # ChatML with tool calls as in Qwen3: results in a row share one turn.
+    shutil.copy(Path(__file__).with_suffix(".jinja"), folder / "chat_template.jinja")
     positions = dict(_script(tokenizer, call, answer))
     config = Qwen3Config(
         vocab_size=len(tokenizer),

@@ -119,8 +119,8 @@ class RecordingLLM:
 
 
 def run(agent: Agent, url: str, home: Path, arguments: tuple[str, ...], prompt: str) -> str:
-    programs = environment("agents").parent / "node_modules" / ".bin"
-    node = environment("agents")
+    node = environment("node")
+    programs = node.parent / "node_modules" / ".bin"
     variables = {name: os.environ[name] for name in PATH_NAMES if name in os.environ}
     variables |= {"HOME": str(home), "NO_PROXY": "127.0.0.1", **agent.variables(url)}
     variables["PATH"] = f"{node}{os.pathsep}{variables.get('PATH', '')}"
@@ -143,7 +143,7 @@ def test_agents_execute_calls_and_keep_the_prefix(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     agent, project = AGENTS[name], tmp_path / "project"
-    environment("agents")  # skips the test if npm cannot be reached
+    environment("node")  # skips the test if npm cannot be reached
     project.mkdir()
     model = make_scripted_model(tmp_path / "model", agent.call, ANSWER)
     caplog.set_level(logging.INFO, "nanovllm.serve.middleware")

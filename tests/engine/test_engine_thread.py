@@ -26,6 +26,7 @@ from nanovllm.engine.engine_thread import EngineThread
 from nanovllm.errors import EngineError
 from tests.checkpoints import TinyCheckpoint
 from tests.devices import runner_of
+from tests.engine.test_llm_engine import assert_idle
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPTS = [[1, 2, 3], [4, 5], [*range(40)], [7], [*range(30, 60)]]
@@ -51,18 +52,6 @@ def llm(path: Path) -> Iterator[LLM]:
 
 def generate(llm: LLM, prompts: Any = PROMPTS, params: Any = GREEDY) -> list[list[int]]:
     return [output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
-
-
-def assert_idle(llm: LLM) -> None:
-    assert llm.is_finished()
-    scheduler = llm.engine.core.scheduler
-    scheduler.check()
-    assert not scheduler.running
-    assert not scheduler.waiting
-    assert scheduler.blocks.num_free == scheduler.blocks.num_blocks
-    assert not llm.engine.output_processor.states
-    assert not llm.engine._groups
-    assert not llm.engine._owners
 
 
 # Threads

@@ -82,6 +82,7 @@ def assert_idle(llm: LLM) -> None:
     assert scheduler.blocks.num_free == scheduler.blocks.num_blocks
     assert not llm.engine.output_processor.states
     assert not llm.engine._groups
+    assert not llm.engine._owners
 
 
 def tokens(outputs: list[RequestOutput]) -> list[list[int]]:

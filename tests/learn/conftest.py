@@ -33,6 +33,21 @@ def smollm2() -> tuple[Model, Any]:
     return load_model("smollm2"), load_tokenizer(find_checkpoint("smollm2"))
 
 
+@pytest.fixture
+def run_program(
+    smollm2: tuple[Model, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., str]:
+    """Return a function that runs a program with other constants and returns what it prints."""
+
+    def run(program: Any, **constants: Any) -> str:
+        for name, value in constants.items():
+            monkeypatch.setattr(program, name, value)
+        program.main(*smollm2)
+        return capsys.readouterr().out
+
+    return run
+
+
 @pytest.fixture(scope="session")
 def tiny_llama(tiny: Callable[[str], TinyCheckpoint]) -> Model:
     return load_model(str(tiny("llama").path))

@@ -40,15 +40,10 @@ def test_other_models_are_refused(tiny: Callable[[str], TinyCheckpoint]) -> None
 
 
 def test_the_program(
-    smollm2: tuple[Model, Any],
-    assert_greedy: Callable[..., None],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    smollm2: tuple[Model, Any], assert_greedy: Callable[..., None], run_program: Callable[..., str]
 ) -> None:
     model, tokenizer = smollm2
-    monkeypatch.setattr(day1, "MAX_TOKENS", 6)
-    day1.main(model, tokenizer)
-    printed = capsys.readouterr().out
+    printed = run_program(day1, MAX_TOKENS=6)
     assert "30 layers, 9 query heads on 3 kv heads of 64 numbers, 134,515,008 parameters" in printed
     assert "6 new tokens ran 57 tokens through the model, but only 12 are different" in printed
     assert "  2  ' Neil' 29%       ' Buzz' 14%" in printed

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import day2 as solutions
-import pytest
 import torch
 
 import day2_kv_cache as day2
@@ -21,16 +20,10 @@ def test_equals_transformers(tiny: Callable[[str], TinyCheckpoint], tiny_llama: 
 
 
 def test_the_program(
-    smollm2: tuple[Model, Any],
-    assert_greedy: Callable[..., None],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    smollm2: tuple[Model, Any], assert_greedy: Callable[..., None], run_program: Callable[..., str]
 ) -> None:
     model, tokenizer = smollm2
-    monkeypatch.setattr(day2, "CONTEXT_LENGTHS", (4, 8))
-    monkeypatch.setattr(day2, "MAX_TOKENS", 6)
-    day2.main(model, tokenizer)
-    printed = capsys.readouterr().out
+    printed = run_program(day2, CONTEXT_LENGTHS=(4, 8), MAX_TOKENS=6)
     assert "Both chose the same tokens. Day 1 ran 57 tokens, day 2 ran 12." in printed
     assert "The cache takes 46,080 bytes per token" in printed
     assert "reads all weights, 538 MB" in printed

@@ -53,17 +53,11 @@ def test_a_full_pool_is_an_error(tiny_llama: Model) -> None:
 
 
 def test_the_program(
-    smollm2: tuple[Model, Any],
-    assert_greedy: Callable[..., None],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    smollm2: tuple[Model, Any], assert_greedy: Callable[..., None], run_program: Callable[..., str]
 ) -> None:
     model, tokenizer = smollm2
-    monkeypatch.setattr(day3, "NUM_BLOCKS", 12)
     fewer = {name: (text, count // 2) for name, (text, count) in day3.REQUESTS.items()}
-    monkeypatch.setattr(day3, "REQUESTS", fewer)
-    day3.main(model, tokenizer)
-    printed = capsys.readouterr().out
+    printed = run_program(day3, NUM_BLOCKS=12, REQUESTS=fewer)
     turns = ["AaBbCC......", "AABbCCc.....  A finished", "..BbCCcDd..."]
     assert [f"     {i}  {line}" for i, line in enumerate(turns, 1)] == printed.splitlines()[4:7]
     assert "day 2 would waste" in printed

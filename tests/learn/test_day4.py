@@ -66,19 +66,12 @@ def test_a_sequence_joins_a_running_batch(
 
 
 def test_the_program(
-    smollm2: tuple[Model, Any],
-    assert_greedy: Callable[..., None],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    smollm2: tuple[Model, Any], assert_greedy: Callable[..., None], run_program: Callable[..., str]
 ) -> None:
     model, tokenizer = smollm2
     counts = {"A": 2, "B": 5, "C": 2, "D": 2, "E": 3}
     requests = {name: (day4.REQUESTS[name][0], count) for name, count in counts.items()}
-    monkeypatch.setattr(day4, "REQUESTS", requests)
-    monkeypatch.setattr(day4, "MAX_NUM_SEQS", 2)
-    monkeypatch.setattr(day4, "BATCH_SIZES", (1, 2))
-    day4.main(model, tokenizer)
-    printed = capsys.readouterr().out.splitlines()
+    printed = run_program(day4, REQUESTS=requests, MAX_NUM_SEQS=2, BATCH_SIZES=(1, 2)).splitlines()
     continuous = [
         "  step      1  2  3  4  5  6  7  8",
         "  A         7  1",

@@ -110,13 +110,10 @@ def test_a_sequence_that_does_not_fit_changes_nothing() -> None:
 
 
 def test_the_program(
-    smollm2: tuple[Model, Any],
-    assert_greedy: Callable[..., None],
-    capsys: pytest.CaptureFixture[str],
+    smollm2: tuple[Model, Any], assert_greedy: Callable[..., None], run_program: Callable[..., str]
 ) -> None:
-    model, tokenizer = smollm2
-    day5.main(model, tokenizer)
-    printed = capsys.readouterr().out
+    _, tokenizer = smollm2
+    printed = run_program(day5)
     for line in (
         "     2  333AABBCC..          12  B enters, 12 of 17 tokens cached; C enters, 12 of",
         "     7  222AABB--AB           2  C is preempted",

@@ -150,15 +150,10 @@ def test_only_what_may_be_a_stop_string_is_held() -> None:
 
 
 def test_the_program(
-    smollm2: tuple[Model, Any],
-    assert_greedy: Callable[..., None],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    smollm2: tuple[Model, Any], assert_greedy: Callable[..., None], run_program: Callable[..., str]
 ) -> None:
-    model, tokenizer = smollm2
-    monkeypatch.setattr(day6, "MAX_TOKENS", 7)
-    day6.main(model, tokenizer)
-    printed = capsys.readouterr().out
+    _, tokenizer = smollm2
+    printed = run_program(day6, MAX_TOKENS=7)
     text = "' young woman \u2013 a woman with a'"
     for line in (
         "  ' young'      15.3%          44.3%  1.2%   43.8%    37.4%",

@@ -117,17 +117,13 @@ def test_the_next_step_is_planned_before_the_tokens_are_known(
 
 
 def test_the_program(
-    smollm2: tuple[Model, Any],
-    assert_greedy: Callable[..., None],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    smollm2: tuple[Model, Any], assert_greedy: Callable[..., None], run_program: Callable[..., str]
 ) -> None:
-    model, tokenizer = smollm2
+    _, tokenizer = smollm2
     prompts = {name: day7.REQUESTS[name][0] for name in "AB"}
-    monkeypatch.setattr(day7, "REQUESTS", {"A": (prompts["A"], 10), "B": (prompts["B"], 12)})
-    monkeypatch.setattr(day7, "HOST_SHARE", 0.1)
-    day7.main(model, tokenizer)
-    printed = capsys.readouterr().out
+    printed = run_program(
+        day7, REQUESTS={"A": (prompts["A"], 10), "B": (prompts["B"], 12)}, HOST_SHARE=0.1
+    )
     rows = [line.split() for line in printed.splitlines() if line.startswith("      ")]
     assert [(row[0], row[1], row[-1]) for row in rows] == [("0", "10", "0"), ("1", "10", "1")]
     output = "The capital of Italy is Rome.<|im_end|>"

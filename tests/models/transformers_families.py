@@ -7,17 +7,13 @@ from typing import Any
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from tests import checkpoints
+
 SIZES = {
-    "vocab_size": 160,
+    **checkpoints.SIZES,
     "hidden_size": 64,
-    "intermediate_size": 80,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.25,
     "tie_word_embeddings": False,
-    **dict.fromkeys(("eos_token_id", "bos_token_id", "pad_token_id")),
+    "pad_token_id": None,
 }
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
 LOCAL_EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 4}

@@ -236,7 +236,7 @@ def chi_square_limit(degrees: int) -> float:
     return degrees * (1 - spread + z * spread**0.5) ** 3
 
 
-@pytest.mark.parametrize(
+DRAWN = pytest.mark.parametrize(
     "row",
     [
         Row(),
@@ -248,6 +248,9 @@ def chi_square_limit(degrees: int) -> float:
     ],
     ids=str,
 )
+
+
+@DRAWN
 @pytest.mark.parametrize("varied", ["seed", "position"])
 def test_draws_follow_the_exact_probabilities(row: Row, varied: str) -> None:
     num_draws = 20_000

@@ -6,6 +6,7 @@ import contextlib
 import shutil
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -13,6 +14,7 @@ import pytest
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 ARGUMENTS = ["--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"]
+CHECKS = Path(__file__).parent / "page_checks.js"
 LIVE = "#status[data-state=live]"
 
 
@@ -48,6 +50,7 @@ class Tabs:
         page.goto(url)
         if waits:
             page.wait_for_selector(LIVE)
+            page.evaluate("async () => { window.own = (await import('/page/main.js')).engine; }")
         return page
 
     def close(self) -> None:
@@ -77,6 +80,11 @@ def say(page: Any, text: str) -> None:
 
 def wait_for_answer(page: Any) -> None:
     page.wait_for_selector("#send:visible")
+
+
+def check(page: Any, name: str) -> Any:
+    """Run a function of page_checks.js in a page."""
+    return page.evaluate(f"{CHECKS.read_text(encoding='utf-8')}.{name}()")
 
 
 def answers(page: Any) -> list[str]:

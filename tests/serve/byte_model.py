@@ -9,27 +9,10 @@ from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast, Qwen3Config
 
 from tests.checkpoints import SIZES, make_checkpoint
+from tests.serve.templates import read_template
 
 SPECIAL = ("<|im_start|>", "<|im_end|>")
-TEMPLATE = """\
-{%- if tools %}<|im_start|>system
-Write calls as <tool_call>\\n{"name": ..., "arguments": ...}\\n</tool_call>.
-{% for tool in tools %}{{ tool | tojson }}
-{% endfor %}<|im_end|>
-{% endif %}
-{%- for message in messages %}<|im_start|>{{ message.role }}
-{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}
-{{- message.content }}
-{%- for call in message.tool_calls or [] %}<tool_call>
-{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
-</tool_call>{% endfor %}<|im_end|>
-{% endfor %}
-{%- if add_generation_prompt %}<|im_start|>assistant
-{% if enable_thinking is defined and not enable_thinking %}<think>
-
-</think>
-
-{% endif %}{% endif %}"""
+TEMPLATE = read_template("bytes")
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:

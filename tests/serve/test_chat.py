@@ -16,7 +16,7 @@ from nanovllm.errors import EngineError
 from nanovllm.serve.prepare_chat import VisibleText
 from tests.serve.fake_llm import FakeLLM
 from tests.serve.running import Running, running
-from tests.serve.templates import LLAMA3
+from tests.serve.templates import read_template
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Weather in Rome?"}]
 TOOL = {
@@ -274,7 +274,7 @@ class WithMarkers(FakeLLM):
 
 def test_special_tokens_that_mark_nothing_are_not_shown() -> None:
     text = "Not <|im_end|> yet. <|im_start|>Now.<|im_end|>"
-    with running(WithMarkers(text=text), chat_template=LLAMA3) as server:
+    with running(WithMarkers(text=text), chat_template=read_template("llama3")) as server:
         (whole,) = ask(server).choices
         choices, _ = gather(ask(server, stream=True))
         assert whole.message.content == choices[0]["content"] == "Not  yet. Now."

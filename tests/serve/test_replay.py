@@ -40,7 +40,7 @@ from tests.checkpoints import FAMILIES, SIZES, make_checkpoint
 from tests.serve.byte_model import byte_tokenizer
 from tests.serve.fake_llm import FakeLLM
 from tests.serve.running import Running, running
-from tests.serve.templates import QWEN3
+from tests.serve.templates import read_template
 
 BLOCK = 16
 WORDS = "the weather of Rome is sunny, and nothing else matters; so we look again. " * 20
@@ -105,7 +105,7 @@ def trained_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size, special_tokens=special, initial_alphabet=alphabet
     )
-    backend.train_from_iterator([QWEN3, *REPLIES.values()], trainer)
+    backend.train_from_iterator([read_template("qwen3"), *REPLIES.values()], trainer)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         eos_token=special[0],
@@ -124,7 +124,7 @@ def forced(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     sizes = {"vocab_size": 512, "max_position_embeddings": 16384}
     config = type(config)(**{**config.to_dict(), **sizes})
     make_checkpoint(folder, config)
-    tokenizer.chat_template = QWEN3
+    tokenizer.chat_template = read_template("qwen3")
     tokenizer.save_pretrained(folder)
     llm = AsyncLLM(
         folder, in_process=True, device="cpu", dtype="float32", max_model_len=16384,
@@ -267,7 +267,7 @@ class SplittingLLM(FakeLLM):
 
 @pytest.fixture(scope="module")
 def splitting() -> Iterator[Running]:
-    with running(SplittingLLM(max_len=10**5), chat_template=QWEN3) as server:
+    with running(SplittingLLM(max_len=10**5), chat_template=read_template("qwen3")) as server:
         yield server
 
 

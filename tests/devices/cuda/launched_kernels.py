@@ -28,7 +28,7 @@ from nanovllm.devices.cuda import device
 from tests.checkpoint.tiny_quantized import float_kind, write_twins
 from tests.checkpoints import make_checkpoint, shared_checkpoint
 from tests.devices.cuda.interpreted_engine import InterpretedDevice, interpreted
-from tests.test_quantized_models import EVEN
+from tests.quantized_twins import EVEN
 
 OPTIONS = {"skip_tokenizer_init": True, "dtype": "bfloat16", "max_model_len": 1024}
 

@@ -18,6 +18,7 @@ from nanovllm.ops.interface import Sampling
 from tests.devices.cuda.kernels.interpreted import sampling_cases as cases
 from tests.ops.sampling_by_noise import noise_bits, sample_by_noise
 from tests.ops.test_torch_sampling import (
+    DRAWN,
     SEEDS,
     Row,
     chi_square,
@@ -94,20 +95,6 @@ def draw(logits: Tensor, row: Row, num_draws: int, varied: str, device: str) -> 
         shared, batch.slots, batch.columns, batch.context_lens, cases.FULL, out, workspace
     )
     return out.cpu()
-
-
-DRAWN = pytest.mark.parametrize(
-    "row",
-    [
-        Row(),
-        Row(temperature=0.4),
-        Row(temperature=3.0, top_k=12),
-        Row(top_p=0.8),
-        Row(min_p=0.05),
-        Row(temperature=2.0, top_k=30, top_p=0.9, min_p=0.1),
-    ],
-    ids=str,
-)
 
 
 def assert_follows(tokens: Tensor, probs: np.ndarray) -> None:
