@@ -87,8 +87,8 @@ def errors_about(param: str, kind: type[RequestError] = RequestError) -> Iterato
         raise
 
 
-def at_index(error: RequestError, name: str, index: int, count: int) -> RequestError:
-    """Return the error; if there are several prompts, add the index of the invalid one."""
+def at_index(error: RequestError, name: str, index: int, count: int | None) -> RequestError:
+    """Return the error, with the index of the invalid prompt unless `count` is 1."""
     return (
         error
         if count == 1

@@ -17,7 +17,7 @@ from nanovllm.engine.request import (
     Request,
     TokenLogprobs,
 )
-from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput, StepOutput, StreamPiece
+from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ class RequestState:
     completions: list[CompletionState]
     num_unfinished: int
     request_id: str
+    index: int = 0  # index of the prompt among those of the same call
 
     @property
     def seq_id(self) -> int:
@@ -92,8 +93,10 @@ class OutputProcessor:
         self,
         step: EngineCoreOutputs,
         finish: Callable[[int, FinishReason], FinishedSequence | None],
-    ) -> StepOutput:
+    ) -> list[StreamPiece]:
         """Turn the outputs of a step into text; `finish` ends a sequence at a stop string.
+
+        Return the new pieces; for a request that does not stream, one with the whole output.
 
         If `finish` returns None, a later step delivers the finished sequence. Until then, more
         tokens may arrive for a sequence that was stopped or dropped here.
@@ -123,14 +126,14 @@ class OutputProcessor:
                 outputs[output.seq_id] = output
         # The last piece of a request carries its output.
         last = {state.seq_id: completion for state, completion in changed}
-        pieces = [
-            self._piece(state, each, outputs if last[state.seq_id] is each else {})
-            for state, each in changed
-            if state.is_streaming
-        ]
-        return StepOutput(
-            list(outputs.values()), pieces, step.num_prefill_tokens, step.num_decode_tokens
-        )
+        pieces = []
+        for state, completion in changed:
+            output = outputs.get(state.seq_id) if last[state.seq_id] is completion else None
+            if state.is_streaming:
+                pieces.append(self._piece(state, completion, output))
+            elif output is not None:
+                pieces.append(_whole_piece(state, output))
+        return pieces
 
     def finish(self, finished: FinishedSequence) -> RequestOutput | None:
         """Finish a completion; return the request's output if none of its completions is left."""
@@ -199,7 +202,7 @@ class OutputProcessor:
         )
 
     def _piece(
-        self, state: RequestState, completion: CompletionState, outputs: dict[int, RequestOutput]
+        self, state: RequestState, completion: CompletionState, output: RequestOutput | None
     ) -> StreamPiece:
         """Return the new text and tokens of a streamed completion."""
         token_ids, completion.new_token_ids = completion.new_token_ids, []
@@ -211,10 +214,11 @@ class OutputProcessor:
             state.seq_id,
             text,
             token_ids,
-            outputs.get(state.seq_id),
+            output,
             logprobs,
             completion.index,
-            request_id=state.request_id,
+            state.index,
+            state.request_id,
         )
 
     def _logprobs(self, entries: list[TokenLogprobs], num_top: int) -> CompletionLogprobs:
@@ -223,6 +227,12 @@ class OutputProcessor:
         if self._texts is None:
             self._texts = TokenTexts(self.tokenizer)
         return CompletionLogprobs(entries, num_top, self._texts)
+
+
+def _whole_piece(state: RequestState, output: RequestOutput) -> StreamPiece:
+    """Return the only piece of a request that does not stream."""
+    whole = output.text, output.token_ids, output
+    return StreamPiece(output.seq_id, *whole, index=state.index, request_id=state.request_id)
 
 
 def _decode(

@@ -60,9 +60,9 @@ def assert_idle(llm: LLM) -> None:
     assert not scheduler.running
     assert not scheduler.waiting
     assert scheduler.blocks.num_free == scheduler.blocks.num_blocks
-    assert not llm.engine.output_processor.states
-    assert not llm.engine._groups
-    assert not llm.engine._owners
+    assert not llm.engine.client.output_processor.states
+    assert not llm.engine.client.streams
+    assert not llm.engine.client.owners
 
 
 # Threads
@@ -161,7 +161,7 @@ def test_closing_ends_the_waits_of_other_threads(path: Path) -> None:
     params = SamplingParams(temperature=0, max_tokens=2000, ignore_eos=True)
     with ThreadPoolExecutor(2) as threads:
         futures = [threads.submit(generate, llm, [1, 2], params) for _ in range(2)]
-        while len(llm.engine._groups) < 2:
+        while len(llm.engine.client.streams) < 2:
             time.sleep(0.001)
         llm.close()
         for future in futures:
@@ -177,7 +177,7 @@ def test_abort_all_ends_every_call(path: Path) -> None:
         pieces = [next(stream)]
         with ThreadPoolExecutor(1) as threads:
             future = threads.submit(llm.generate, [1, 2], params, use_tqdm=False)
-            while len(llm.engine._groups) < 2:
+            while len(llm.engine.client.streams) < 2:
                 time.sleep(0.001)
             assert len(llm.abort_all()) == 3
             [output] = future.result(timeout=240)
@@ -223,14 +223,14 @@ def test_an_error_of_the_tokenizer_fails_the_calls_and_not_the_engine(
 ) -> None:
     with make_llm(path) as llm:
         want = generate(llm)
-        real, calls = llm.engine.output_processor.process, itertools.count()
+        real, calls = llm.engine.client.output_processor.process, itertools.count()
 
         def collect(*step: Any) -> Any:
             if next(calls) == 3:
                 raise IndexError("no such piece")
             return real(*step)
 
-        monkeypatch.setattr(llm.engine.output_processor, "process", collect)
+        monkeypatch.setattr(llm.engine.client.output_processor, "process", collect)
         with pytest.raises(IndexError, match="no such piece"):
             list(llm.stream(PROMPTS, GREEDY))
         assert generate(llm) == want

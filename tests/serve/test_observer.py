@@ -25,7 +25,7 @@ from nanovllm.serve.core_messages import (
     AddRequests,
     CoreStats,
     CoreUpdate,
-    FinishSequences,
+    FinishSequence,
     SendSnapshots,
 )
 from nanovllm.serve.core_process import IDLE_SECONDS, Command, CoreLoop
@@ -146,7 +146,7 @@ def has_shown_an_end(update: CoreUpdate) -> bool:
 def test_an_abort_is_told_though_nothing_is_left_to_do() -> None:
     """The abort is reported before the next idle update, so that its blocks show as free."""
     begin = time.monotonic()
-    commands: list[Command] = [AddRequests([request(0)]), FinishSequences([0], "abort")]
+    commands: list[Command] = [AddRequests([request(0)]), FinishSequence(0, "abort")]
     _, updates = loop_updates(commands, is_last=lambda update: True)
     assert time.monotonic() - begin < IDLE_SECONDS / 2
     assert (updates[0].stats.num_running, updates[0].stats.num_waiting) == (0, 0)
@@ -235,7 +235,7 @@ def test_no_snapshots_are_sent_when_nobody_is_subscribed() -> None:
         SendSnapshots(False),
         AddRequests([request(0)]),
     ]
-    commands.append(FinishSequences([7], "abort"))
+    commands.append(FinishSequence(7, "abort"))
     _, updates = loop_updates(commands, lambda update: update.step and update.step.finished)
     assert all(update.state is None for update in updates)
 
