@@ -48,7 +48,6 @@ GIVEN_UP = (
     "not restarted"
 )
 PieceQueue = AsyncOutputQueue[StreamPiece]
-ResponseStream = Stream[Replica, PieceQueue]  # of one request
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +110,7 @@ class AsyncLLM:
             self.generation_config = found.checkpoint.generation_config
             self.input_processor = create_input_processor(found, is_remote=True)
             output_processor = OutputProcessor(self.input_processor.tokenizer)
-            self.client: EngineClient[Replica, PieceQueue] = EngineClient(output_processor)
+            self.client: EngineClient[PieceQueue] = EngineClient(output_processor)
             gc.collect()  # avoid a full collection during the first requests: see `start_core`
             infos = [replica.wait_until_ready().info for replica in self.replicas]
             self._router.max_blocks = min(info.num_blocks for info in infos)
@@ -301,7 +300,7 @@ class AsyncLLM:
             return prepare()
         return await asyncio.to_thread(prepare)
 
-    def _begin(self, state: RequestState) -> ResponseStream:
+    def _begin(self, state: RequestState) -> Stream[PieceQueue]:
         """Send a request to the replica that has cached its prefix, or to the least loaded one."""
         requests = [completion.request for completion in state.completions]
         first = requests[0]
@@ -313,7 +312,7 @@ class AsyncLLM:
             number = self._router.choose(ids, first.cache_salt)
             replica = self.replicas[number]
             self._router.started(state.seq_id, number, len(first.token_ids) + sum(lengths))
-            stream: ResponseStream = Stream(replica, AsyncOutputQueue())
+            stream: Stream[PieceQueue] = Stream(replica, AsyncOutputQueue())
             self.client.begin(state, stream)
         replica.add(requests)
         stream.queue.loop.call_soon(replica.flush)  # sends requests of several callers together

@@ -85,9 +85,7 @@ class LLM:
         requests = self._prepare_all(
             prompts, sampling_params, cache_salt, on_refusal=on_refusal, is_streaming=True
         )
-        with contextlib.closing(self.engine.run(requests, is_streaming=True)) as steps:
-            for pieces in steps:
-                yield from pieces
+        yield from self.engine.run(requests, is_streaming=True)
 
     def generate_stream(
         self,
@@ -104,12 +102,11 @@ class LLM:
         requests = self._prepare(with_params(prompts, sampling_params), cache_salt)
         # As many requests wait as can run, so that the batch stays full.
         max_unfinished = 2 * self.engine.config.max_num_seqs
-        steps = self.engine.run(requests, is_streaming=True, max_unfinished=max_unfinished)
-        with contextlib.closing(steps):
-            for pieces in steps:
-                for piece in pieces:
-                    assert piece.output is not None
-                    yield piece.index, piece.output
+        run = self.engine.run(requests, is_streaming=True, max_unfinished=max_unfinished)
+        with contextlib.closing(run) as pieces:
+            for piece in pieces:
+                assert piece.output is not None
+                yield piece.index, piece.output
 
     def chat(
         self,
@@ -282,13 +279,12 @@ class LLM:
     ) -> list[RequestOutput]:
         """Run prompts to completion, optionally with a progress bar; return outputs in order."""
         requests = self._prepare_all(prompts, params, cache_salt, **options)
-        steps = self.engine.run(requests, is_streaming=False)
+        pieces = self.engine.run(requests, is_streaming=False)
         if use_tqdm and sys.stderr is not None:
-            steps = with_progress_bar(steps, len(requests))
-        with contextlib.closing(steps):
-            pieces = {piece.index: piece for step in steps for piece in step}
-        outputs = [pieces[state.index].output for state in requests]
-        return [output for output in outputs if output is not None]
+            pieces = with_progress_bar(pieces, len(requests))
+        with contextlib.closing(pieces):
+            outputs = {each.index: each.output for each in pieces if each.output is not None}
+        return [outputs[state.index] for state in requests]
 
 
 def create_engine(config: EngineConfig) -> EngineThread:

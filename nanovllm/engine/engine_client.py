@@ -21,36 +21,35 @@ class Core(Protocol):
         """End a sequence. If None is returned and it has not ended yet, a later step returns it."""
 
 
-C = TypeVar("C", bound=Core)
-Q = TypeVar("Q")
+Q = TypeVar("Q")  # the type of the streams' queues
 
 
 @dataclass(slots=True, eq=False)
-class Stream(Generic[C, Q]):
+class Stream(Generic[Q]):
     """The requests of one call, the core that runs them, and the queue where the caller waits."""
 
-    core: C
+    core: Core
     queue: Q
     seq_ids: dict[int, None] = field(default_factory=dict)  # unfinished requests
 
 
-class EngineClient(Generic[C, Q]):
+class EngineClient(Generic[Q]):
     """Turns the outputs of cores into pieces for the streams that wait. Not thread-safe."""
 
     def __init__(self, output_processor: OutputProcessor) -> None:
         self.output_processor = output_processor
-        self.streams: dict[Stream[C, Q], None] = {}  # streams with unfinished requests
-        self.owners: dict[int, Stream[C, Q]] = {}  # keyed by the seq_id of an unfinished request
+        self.streams: dict[Stream[Q], None] = {}  # streams with unfinished requests
+        self.owners: dict[int, Stream[Q]] = {}  # keyed by the seq_id of an unfinished request
 
-    def begin(self, state: RequestState, stream: Stream[C, Q]) -> None:
+    def begin(self, state: RequestState, stream: Stream[Q]) -> None:
         """Track a request that the caller passes to the stream's core."""
         self.output_processor.add(state)
         self.owners[state.seq_id] = stream
         self.streams[stream] = stream.seq_ids[state.seq_id] = None
 
-    def collect(self, step: EngineCoreOutputs, core: C) -> dict[Stream[C, Q], list[StreamPiece]]:
+    def collect(self, step: EngineCoreOutputs, core: Core) -> dict[Stream[Q], list[StreamPiece]]:
         """Return the new pieces of each stream; a request's last piece carries its output."""
-        pieces: dict[Stream[C, Q], list[StreamPiece]] = {}
+        pieces: dict[Stream[Q], list[StreamPiece]] = {}
         for piece in self.output_processor.process(step, core.finish):
             stream = self.owners[piece.seq_id]
             if stream not in pieces:
@@ -72,7 +71,7 @@ class EngineClient(Generic[C, Q]):
         ]
         return [each for each in finished if each is not None]
 
-    def drop(self, stream: Stream[C, Q]) -> None:
+    def drop(self, stream: Stream[Q]) -> None:
         """Abort the unfinished requests of a stream, and discard their outputs."""
         for seq_id in list(stream.seq_ids):
             for each in self.output_processor.unfinished(seq_id):
@@ -80,7 +79,7 @@ class EngineClient(Generic[C, Q]):
             self.output_processor.forget(seq_id)
             self._end(seq_id)
 
-    def fail(self, core: C) -> list[Stream[C, Q]]:
+    def fail(self, core: Core) -> list[Stream[Q]]:
         """Drop the streams of a core that failed, and return them."""
         failed = [stream for stream in self.streams if stream.core is core]
         for stream in failed:

@@ -10,14 +10,14 @@ import math
 import os
 import threading
 from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from nanovllm.config import EngineConfig, ModelConfig
-from nanovllm.engine.core import EngineCore
-from nanovllm.engine.core_loop import run_loop
+from nanovllm.engine.core import EngineCore, run_loop
 from nanovllm.engine.engine_client import EngineClient, Stream
 from nanovllm.engine.executor import ExecutorInfo
 from nanovllm.engine.input_processor import InputProcessor
@@ -45,16 +45,16 @@ T = TypeVar("T")
 Pieces = list[StreamPiece]
 
 
+@dataclass(slots=True, eq=False)
 class BlockingQueue:
-    """A queue of the pieces of each step, or an error that ends the stream."""
+    """The pieces of each step that a caller has not read yet, or an error that ends its stream."""
 
-    def __init__(self, max_unread: float) -> None:
-        self._max_unread = max_unread
-        self.steps: SimpleQueue[Pieces | BaseException] = SimpleQueue()
+    max_unread: float  # the caller wants no step while this many are unread
+    steps: SimpleQueue[Pieces | BaseException] = field(default_factory=SimpleQueue)
 
     @property
     def wants_step(self) -> bool:
-        return self.steps.qsize() < self._max_unread
+        return self.steps.qsize() < self.max_unread
 
 
 class EngineThread:
@@ -76,7 +76,7 @@ class EngineThread:
         self.config, self.model_config = config, model_config
         self.input_processor, self.core, self.info = input_processor, core, info
         output_processor = OutputProcessor(input_processor.tokenizer)
-        self.client: EngineClient[EngineCore, BlockingQueue] = EngineClient(output_processor)
+        self.client: EngineClient[BlockingQueue] = EngineClient(output_processor)
         # The requests from `add_request`, which run only in `step` and beside others.
         self._added = Stream(core, BlockingQueue(max_unread=0))
         self._is_closed = False
@@ -110,32 +110,23 @@ class EngineThread:
         *,
         is_streaming: bool,
         max_unfinished: int | None = None,
-    ) -> Generator[Pieces, None, None]:
-        """Yield the new pieces of each step until all requests are finished.
+    ) -> Generator[StreamPiece, None, None]:
+        """Yield pieces until all requests are finished; closing the generator aborts the others.
 
-        With `max_unfinished`, requests are read as earlier ones finish. A streaming caller may
-        pause the engine. Closing the generator early aborts unfinished requests.
+        With `max_unfinished`, requests are read as earlier ones finish. A caller that streams
+        pauses the engine while it does not read.
         """
         self.raise_if_closed()
         stream = Stream(self.core, BlockingQueue(MAX_UNREAD if is_streaming else math.inf))
         drop, unread = partial(self.client.drop, stream), iter(requests)
-
-        def add(count: int | None) -> int:
-            states = list(islice(unread, count))
-            if states:
-                self._commands.put(partial(self._add, stream, states))
-            return len(states)
-
         try:
-            num_unfinished = add(max_unfinished)
+            num_unfinished = self._send(stream, islice(unread, max_unfinished))
             while num_unfinished:
                 pieces = self._wait(stream.queue.steps)
                 num_finished = sum(piece.output is not None for piece in pieces)
-                if num_finished:
-                    num_unfinished += add(num_finished) - num_finished
-                yield pieces
-                if is_streaming:
-                    self._commands.put(_wake)  # the stream may want another step now
+                num_added = self._send(stream, islice(unread, num_finished))
+                num_unfinished += num_added - num_finished
+                yield from pieces
         finally:
             self._commands.put(drop)
 
@@ -222,6 +213,12 @@ class EngineThread:
                 del result  # break the reference cycle: the traceback refers to this frame
         return result
 
+    def _send(self, stream: Stream[BlockingQueue], requests: Iterable[RequestState]) -> int:
+        """Add requests to a stream and return how many; the thread then looks who wants a step."""
+        states = list(requests)
+        self._commands.put(partial(self._add, stream, states))
+        return len(states)
+
     def _join(self, seconds: float | None) -> None:
         # Garbage collection may call `close` in the engine's own thread.
         if self._thread.is_alive() and self._thread is not threading.current_thread():
@@ -230,7 +227,7 @@ class EngineThread:
     def _run(self) -> None:
         while not self._is_closed:
             try:
-                run_loop(self._commands, _run_command, self._step, self._wait_seconds)
+                run_loop(self._commands, self._step, self._wait_seconds)
             except BaseException as error:
                 self._fail(error)
 
@@ -264,7 +261,7 @@ class EngineThread:
             stream.queue.steps.put(error)
             error = EngineError(message)
 
-    def _add(self, stream: Stream[EngineCore, BlockingQueue], states: list[RequestState]) -> None:
+    def _add(self, stream: Stream[BlockingQueue], states: list[RequestState]) -> None:
         try:
             for state in states:
                 self._begin(state, stream)
@@ -272,24 +269,16 @@ class EngineThread:
             self.client.drop(stream)
             stream.queue.steps.put(error)
 
-    def _begin(self, state: RequestState, stream: Stream[EngineCore, BlockingQueue]) -> None:
+    def _begin(self, state: RequestState, stream: Stream[BlockingQueue]) -> None:
         self.raise_if_closed()
         for completion in state.completions:
             self.core.add(completion.request)
         self.client.begin(state, stream)
 
 
-def _deliver(pieces: dict[Stream[EngineCore, BlockingQueue], Pieces]) -> None:
+def _deliver(pieces: dict[Stream[BlockingQueue], Pieces]) -> None:
     for stream, new in pieces.items():
         stream.queue.steps.put(new)
-
-
-def _run_command(command: Callable[[], object]) -> None:
-    command()
-
-
-def _wake() -> None:
-    """Do nothing; as a command, it makes the thread check the streams again."""
 
 
 def _put_result(function: Callable[[], T], results: SimpleQueue[T | BaseException]) -> None:

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 from nanovllm.assembly import create_grammars, resolve_model, start_core
 from nanovllm.config import EngineConfig
 from nanovllm.devices.replica_share import take_share
-from nanovllm.engine.core import EngineCore
-from nanovllm.engine.core_loop import run_loop
+from nanovllm.engine.core import EngineCore, run_loop
 from nanovllm.engine.request import EngineCoreOutputs, FinishedSequence, Request
 from nanovllm.errors import RequestError
 from nanovllm.parallel.child import Kind, Link, StepTimer, run_child
@@ -49,8 +48,6 @@ def serve(link: Link, timer: StepTimer, replica: int = 0) -> None:
         return
     send = partial(link.send, Kind.REPLY)
     take_share(config, replica)
-    inbox: SimpleQueue[Command | None] = SimpleQueue()
-    threading.Thread(target=_receive_all, args=(link, inbox), daemon=True).start()
     resolved = resolve_model(config)
     send(resolved)  # the parent process loads the tokenizer while this one loads the model
     vocab_size = resolved.model_config.vocab_size
@@ -59,15 +56,17 @@ def serve(link: Link, timer: StepTimer, replica: int = 0) -> None:
     core = started.core
     try:
         send(CoreReady(started.info, core.max_len))
-        CoreLoop(core, inbox, send, timer).run()
+        loop = CoreLoop(core, send, timer)
+        threading.Thread(target=_receive_all, args=(link, loop), daemon=True).start()
+        loop.run()
     finally:
         core.executor.close()
 
 
-def _receive_all(link: Link, inbox: SimpleQueue[Command | None]) -> None:
+def _receive_all(link: Link, loop: CoreLoop) -> None:
     while (command := link.receive()) is not None:
-        inbox.put(command)
-    inbox.put(None)
+        loop.put(command)
+    loop.put(None)
 
 
 class CoreLoop:
@@ -76,20 +75,23 @@ class CoreLoop:
     def __init__(
         self,
         core: EngineCore,
-        inbox: SimpleQueue[Command | None],
         send: Send,
         timer: StepTimer,  # context manager that is entered for every step
     ) -> None:
-        self.core, self.inbox, self.send, self.timer = core, inbox, send, timer
+        self.core, self.send, self.timer = core, send, timer
+        self._commands: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         # Sequences that commands ended, which the next update reports.
         self._finished: list[FinishedSequence] = []
         self._num_prefill_tokens = self._num_decode_tokens = 0
         self._observer: Observer | None = None  # set once a client subscribes or pauses
         self._is_at_rest = False
 
+    def put(self, command: Command | None) -> None:
+        """Queue a command, in any thread; None ends the loop."""
+        self._commands.put(None if command is None else partial(self._handle, command))
+
     def run(self) -> None:
-        """Run until the parent closes its end."""
-        run_loop(self.inbox, self._handle, self._step, self._wait_seconds)
+        run_loop(self._commands, self._step, self._wait_seconds)
 
     @property
     def _may_step(self) -> bool:
@@ -103,16 +105,16 @@ class CoreLoop:
 
     def _step(self) -> None:
         """Run a step if there is one to run, and send an update."""
-        step, finished = EngineCoreOutputs([], [], []), self._finished
+        step = EngineCoreOutputs([], [], [])
         if self._may_step:
             with self.timer:
                 step = self.core.step()
-        elif not self.core.has_unfinished and not finished:
+        elif not self.core.has_unfinished and not self._finished:
             self._rest()
         self._num_prefill_tokens += step.num_prefill_tokens
         self._num_decode_tokens += step.num_decode_tokens
-        step, self._finished = replace(step, finished=[*finished, *step.finished]), []
-        stats = self._stats()
+        step, stats = replace(step, finished=[*self._finished, *step.finished]), self._stats()
+        self._finished.clear()
         state = None if self._observer is None else self._observer.after_step(stats)
         self.send(CoreUpdate(step, stats, state))
 
@@ -141,7 +143,7 @@ class CoreLoop:
 
     def _rest(self) -> None:
         """Use idle time to capture missing graphs; then return free host memory to the OS, once."""
-        while not self._is_at_rest and self.inbox.empty():
+        while not self._is_at_rest and self._commands.empty():
             if not self.core.executor.capture_one():
                 trim_malloc()
                 self._is_at_rest = True

@@ -8,7 +8,6 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator
-from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
@@ -124,18 +123,18 @@ def loop_updates(
 ) -> tuple[EngineCore, list[CoreUpdate]]:
     """Run a loop that gets all commands at once, and return its updates up to the last one."""
     core = build_core(num_blocks=20, num_slots=4, budget=32, caching=True, depth=1, is_paced=False)
-    inbox: SimpleQueue[Command | None] = SimpleQueue()
     updates: list[CoreUpdate] = []
 
     def send(update: CoreUpdate) -> None:
         updates.append(update)
         if is_last(update):
-            inbox.put(None)
+            loop.put(None)
 
+    loop = CoreLoop(core, send, StepTimer())
     for command in commands:
-        inbox.put(command)
+        loop.put(command)
     core.executor.start()
-    CoreLoop(core, inbox, send, StepTimer()).run()
+    loop.run()
     return core, updates
 
 
@@ -192,22 +191,22 @@ def test_an_idle_loop_captures_graphs_between_looks_for_requests(
 ) -> None:
     core = build_core(num_blocks=20, num_slots=4, budget=32, caching=True, depth=1, is_paced=False)
     executor: Any = core.executor
-    inbox: SimpleQueue[Command | None] = SimpleQueue()
+    loop = CoreLoop(core, lambda update: None, StepTimer())
     num_plans: list[int] = []  # number of plans run before each capture
 
     def capture_one() -> bool:
         assert not core.has_unfinished
         num_plans.append(len(executor.plans))
         if len(num_plans) == 2:
-            inbox.put(AddRequests([request(1)]))
+            loop.put(AddRequests([request(1)]))
         return len(num_plans) < 4
 
     executor.capture_one = capture_one
     monkeypatch.setattr(core_process, "IDLE_SECONDS", 0.01)
-    monkeypatch.setattr(core_process, "trim_malloc", lambda: inbox.put(None))
-    inbox.put(AddRequests([request(0)]))
+    monkeypatch.setattr(core_process, "trim_malloc", lambda: loop.put(None))
+    loop.put(AddRequests([request(0)]))
     executor.start()
-    CoreLoop(core, inbox, lambda update: None, StepTimer()).run()
+    loop.run()
     first, second, third, fourth = num_plans
     assert 0 < first == second < third == fourth
 
