@@ -19,7 +19,7 @@ from nanovllm.assembly import create_input_processor, engine_config
 from nanovllm.config import SERVING_TARGET_MS
 from nanovllm.engine.conversations import ChatOptions, Messages, prompts_of, template_options
 from nanovllm.engine.engine_client import EngineClient, Stream
-from nanovllm.engine.output_processor import OutputProcessor, RequestState
+from nanovllm.engine.output_processor import RequestState
 from nanovllm.engine.prompts import as_prompt
 from nanovllm.engine.request import EngineCoreOutputs
 from nanovllm.engine.scoring import embedding_of
@@ -109,8 +109,8 @@ class AsyncLLM:
             self.config, self.model_config = found.config, found.model_config
             self.generation_config = found.checkpoint.generation_config
             self.input_processor = create_input_processor(found, is_remote=True)
-            output_processor = OutputProcessor(self.input_processor.tokenizer)
-            self.client: EngineClient[PieceQueue] = EngineClient(output_processor)
+            tokenizer = self.input_processor.tokenizer
+            self.client: EngineClient[PieceQueue] = EngineClient(tokenizer)
             gc.collect()  # avoid a full collection during the first requests: see `start_core`
             infos = [replica.wait_until_ready().info for replica in self.replicas]
             self._router.max_blocks = min(info.num_blocks for info in infos)

@@ -21,7 +21,7 @@ from nanovllm.engine.core import EngineCore, run_loop
 from nanovllm.engine.engine_client import EngineClient, Stream
 from nanovllm.engine.executor import ExecutorInfo
 from nanovllm.engine.input_processor import InputProcessor
-from nanovllm.engine.output_processor import OutputProcessor, RequestState
+from nanovllm.engine.output_processor import RequestState
 from nanovllm.engine.prompts import as_prompt
 from nanovllm.engine.request import EngineCoreOutputs
 from nanovllm.errors import EngineError
@@ -75,8 +75,7 @@ class EngineThread:
     ) -> None:
         self.config, self.model_config = config, model_config
         self.input_processor, self.core, self.info = input_processor, core, info
-        output_processor = OutputProcessor(input_processor.tokenizer)
-        self.client: EngineClient[BlockingQueue] = EngineClient(output_processor)
+        self.client: EngineClient[BlockingQueue] = EngineClient(input_processor.tokenizer)
         # The requests from `add_request`, which run only in `step` and beside others.
         self._added = Stream(core, BlockingQueue(max_unread=0))
         self._is_closed = False

@@ -60,7 +60,6 @@ def assert_idle(llm: LLM) -> None:
     assert not scheduler.running
     assert not scheduler.waiting
     assert scheduler.blocks.num_free == scheduler.blocks.num_blocks
-    assert not llm.engine.client.output_processor.states
     assert not llm.engine.client.streams
     assert not llm.engine.client.owners
 
@@ -223,14 +222,14 @@ def test_an_error_of_the_tokenizer_fails_the_calls_and_not_the_engine(
 ) -> None:
     with make_llm(path) as llm:
         want = generate(llm)
-        real, calls = llm.engine.client.output_processor.process, itertools.count()
+        real, calls = llm.engine.client.collect, itertools.count()
 
         def collect(*step: Any) -> Any:
             if next(calls) == 3:
                 raise IndexError("no such piece")
             return real(*step)
 
-        monkeypatch.setattr(llm.engine.client.output_processor, "process", collect)
+        monkeypatch.setattr(llm.engine.client, "collect", collect)
         with pytest.raises(IndexError, match="no such piece"):
             list(llm.stream(PROMPTS, GREEDY))
         assert generate(llm) == want

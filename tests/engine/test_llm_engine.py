@@ -80,7 +80,7 @@ def assert_idle(llm: LLM) -> None:
     assert not scheduler.running
     assert not scheduler.waiting
     assert scheduler.blocks.num_free == scheduler.blocks.num_blocks
-    assert not llm.engine.client.output_processor.states
+    assert not llm.engine.client.owners
     assert not llm.engine.client.streams
 
 
