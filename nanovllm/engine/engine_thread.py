@@ -155,9 +155,12 @@ class EngineThread:
         if self._is_closed:
             raise EngineError(CLOSED)
 
-    def submit(self, state: RequestState) -> None:
-        """Queue a prepared request for `step`."""
-        self._begin(state, self._added)
+    def submit(self, state: RequestState, stream: Stream[BlockingQueue] | None = None) -> None:
+        """Queue a prepared request; `step` returns its pieces unless there is another stream."""
+        self.raise_if_closed()
+        for completion in state.completions:
+            self.core.add(completion.request)
+        self.client.begin(state, stream or self._added)
 
     def step(self) -> StepOutput:
         """Run one step and return the new pieces of requests from `add_request`.
@@ -263,16 +266,10 @@ class EngineThread:
     def _add(self, stream: Stream[BlockingQueue], states: list[RequestState]) -> None:
         try:
             for state in states:
-                self._begin(state, stream)
+                self.submit(state, stream)
         except Exception as error:
             self.client.drop(stream)
             stream.queue.steps.put(error)
-
-    def _begin(self, state: RequestState, stream: Stream[BlockingQueue]) -> None:
-        self.raise_if_closed()
-        for completion in state.completions:
-            self.core.add(completion.request)
-        self.client.begin(state, stream)
 
 
 def _deliver(pieces: dict[Stream[BlockingQueue], Pieces]) -> None:
