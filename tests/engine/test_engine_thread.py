@@ -236,6 +236,24 @@ def test_an_error_of_the_tokenizer_fails_the_calls_and_not_the_engine(
         assert_idle(llm)
 
 
+def test_an_error_in_the_step_of_another_call_reaches_added_requests(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step that failed may have lost their tokens, so they end, and `step` raises."""
+    with make_llm(path) as llm:
+        want = generate(llm)
+        llm.add_request([1, 2, 3], GREEDY)
+        monkeypatch.setattr(llm.engine.client, "collect", None)
+        with pytest.raises(EngineError, match="not callable"):
+            list(llm.stream(PROMPTS, GREEDY))
+        monkeypatch.undo()
+        assert not llm.is_finished()
+        with pytest.raises(TypeError, match="not callable"):
+            llm.step()
+        assert_idle(llm)
+        assert generate(llm) == want
+
+
 LAST_WORDS = """
 import sys, threading, time
 from nanovllm import LLM, SamplingParams
