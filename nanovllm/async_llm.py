@@ -10,7 +10,7 @@ import logging
 import threading
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,16 +18,17 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.assembly import create_input_processor, engine_config
 from nanovllm.config import serving_target
 from nanovllm.engine.conversations import ChatOptions, Messages, prompts_of, template_options
-from nanovllm.engine.output_processor import OutputProcessor, RequestState
+from nanovllm.engine.engine_client import EngineClient, Stream
+from nanovllm.engine.output_processor import RequestState
 from nanovllm.engine.prompts import as_prompt
-from nanovllm.engine.request import EngineCoreOutputs, FinishReason
+from nanovllm.engine.request import EngineCoreOutputs
 from nanovllm.engine.scoring import embedding_of
 from nanovllm.engine.sequence import check_length
 from nanovllm.engine.step import Pooling
 from nanovllm.errors import ConfigError, EngineError, NanovllmError, RequestError
 from nanovllm.outputs import EmbeddingOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.serve.core_messages import CoreStats, FinishSequences, total
+from nanovllm.serve.core_messages import CoreStats, total
 from nanovllm.serve.output_queue import AsyncOutputQueue, copy_error
 from nanovllm.serve.replica import MAX_FAILURES, SOON_SECONDS, Replica
 from nanovllm.serve.routing import PrefixRouter
@@ -85,8 +86,7 @@ class AsyncLLM:
         in_process: bool = False,
         **options: Unpack[EngineOptions],
     ) -> None:
-        self._streams: dict[int, ResponseStream] = {}  # keyed by seq_id
-        # Guards the output processor, the streams, the router and the replicas.
+        # Guards the client, the router and the replicas.
         self._lock = threading.Lock()
         # A separate pool, so that slow grammars delay only other requests with grammars.
         self._compiling = ThreadPoolExecutor(16, "nanovllm-prepare")
@@ -109,7 +109,8 @@ class AsyncLLM:
             self.config, self.model_config = found.config, found.model_config
             self.generation_config = found.checkpoint.generation_config
             self.input_processor = create_input_processor(found, is_remote=True)
-            self.output_processor = OutputProcessor(self.input_processor.tokenizer)
+            tokenizer = self.input_processor.tokenizer
+            self.client: EngineClient[PieceQueue] = EngineClient(tokenizer)
             gc.collect()  # avoid a full collection during the first requests: see `start_core`
             infos = [replica.wait_until_ready().info for replica in self.replicas]
             self._router.max_blocks = min(info.num_blocks for info in infos)
@@ -203,11 +204,7 @@ class AsyncLLM:
         Its stream ends with the output so far and the finish reason "abort".
         """
         with self._lock:
-            ids = [i for i in self.output_processor.seq_ids_of(seq_id) if i in self._streams]
-            found = [(self._streams[i], self.output_processor.unfinished(i)) for i in ids]
-        for stream, unfinished in found:
-            if unfinished:
-                self.replicas[stream.replica].finish(FinishSequences(unfinished, "abort"))
+            self.client.abort(seq_id)
 
     def close(self, reason: NanovllmError | None = None) -> None:
         """Stop all engine cores; pending requests fail. Later calls do nothing."""
@@ -230,7 +227,7 @@ class AsyncLLM:
     @property
     def num_requests(self) -> int:
         """Number of requests in progress."""
-        return len(self._streams)
+        return len(self.client.owners)
 
     @property
     def max_len(self) -> int:
@@ -281,7 +278,9 @@ class AsyncLLM:
                     yield piece
         finally:
             if not is_over:
-                self._drop(state.seq_id)
+                with self._lock:
+                    self._router.finished(state.seq_id)
+                    self.client.drop(stream)
 
     async def _prepare(
         self, prepare: Callable[[], RequestState], prompt: str | list[int], params: SamplingParams
@@ -301,7 +300,7 @@ class AsyncLLM:
             return prepare()
         return await asyncio.to_thread(prepare)
 
-    def _begin(self, state: RequestState) -> ResponseStream:
+    def _begin(self, state: RequestState) -> Stream[PieceQueue]:
         """Send a request to the replica that has cached its prefix, or to the least loaded one."""
         requests = [completion.request for completion in state.completions]
         first = requests[0]
@@ -310,56 +309,26 @@ class AsyncLLM:
         ids = first.token_ids if has_choice else ()
         with self._lock:
             self._raise_if_failed()
-            replica = self._router.choose(ids, first.cache_salt)
-            stream = ResponseStream(AsyncOutputQueue(), replica)
-            num_tokens = len(first.token_ids) + sum(lengths)
-            self._router.started(state.seq_id, replica, num_tokens)
-            core = self.replicas[replica]
-            self._streams[state.seq_id] = stream
-            self.output_processor.add(state)
-        core.add(requests)
-        stream.queue.loop.call_soon(core.flush)  # sends the requests of several callers together
+            number = self._router.choose(ids, first.cache_salt)
+            replica = self.replicas[number]
+            self._router.started(state.seq_id, number, len(first.token_ids) + sum(lengths))
+            stream: Stream[PieceQueue] = Stream(replica, AsyncOutputQueue())
+            self.client.begin(state, stream)
+        replica.add(requests)
+        stream.queue.loop.call_soon(replica.flush)  # sends requests of several callers together
         return stream
-
-    def _end(self, seq_id: int) -> ResponseStream | None:
-        """Remove and return a stream; None if its replica failed. The caller holds the lock."""
-        self._router.finished(seq_id)
-        return self._streams.pop(seq_id, None)
-
-    def _drop(self, seq_id: int) -> None:
-        """Abort a request and discard its output."""
-        with self._lock:
-            stream = self._end(seq_id)
-            unfinished = self.output_processor.unfinished(seq_id)
-            self.output_processor.forget(seq_id)
-        if stream is not None and unfinished:
-            self.replicas[stream.replica].finish(FinishSequences(unfinished, "abort"))
 
     def _collect(self, replica: Replica, step: EngineCoreOutputs) -> None:
         """Detokenize the outputs of a step and wake their readers. Runs in a replica's thread."""
-
-        def finish_later(seq_id: int, reason: FinishReason) -> None:
-            replica.finish(FinishSequences([seq_id], reason))
-
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[PieceQueue, StreamPiece]]] = {}
         with self._lock:
-            # If no stream is open, the core may still be starting: output_processor may not exist.
-            if not self._streams:
+            if not self._is_ready:  # a core that starts has no requests
                 return
-            output = self.output_processor.process(step, finish_later)
-            streamed = {piece.seq_id for piece in output.pieces}
-            whole = [
-                StreamPiece(
-                    each.seq_id, each.text, each.token_ids, each, request_id=each.request_id
-                )
-                for each in output.finished
-                if each.seq_id not in streamed
-            ]
-            by_loop: dict[asyncio.AbstractEventLoop, list[tuple[PieceQueue, StreamPiece]]] = {}
-            for piece in (*output.pieces, *whole):
-                queue = self._streams[piece.seq_id].queue
-                by_loop.setdefault(queue.loop, []).append((queue, piece))
-                if piece.output is not None:
-                    self._end(piece.seq_id)
+            for stream, pieces in self.client.collect(step, replica).items():
+                for piece in pieces:
+                    by_loop.setdefault(stream.queue.loop, []).append((stream.queue, piece))
+                    if piece.output is not None:
+                        self._router.finished(piece.seq_id)
         for pairs in by_loop.values():  # one call per event loop
             pairs[0][0].call(_push_all, pairs)
 
@@ -384,10 +353,7 @@ class AsyncLLM:
                 logger.error("%s", error)
             replica.fail(error)
             self._router.lost(replica.number)
-            ids = [i for i, stream in self._streams.items() if stream.replica == replica.number]
-            for seq_id in ids:
-                stream = self._streams.pop(seq_id)
-                self.output_processor.forget(seq_id)  # outputs sent earlier may still arrive
+            for stream in self.client.fail(replica) if self._is_ready else []:
                 stream.queue.call(stream.queue.end, error)
         replica.end_snapshots(error)
         if delay is not None:
@@ -413,14 +379,6 @@ class AsyncLLM:
             replica.error = None
             self._router.joined(replica.number)
         logger.warning("%s was restarted (process %d)", replica.name, replica.pid)
-
-
-@dataclass(frozen=True, slots=True)
-class ResponseStream:
-    """The queue of pieces of a request in progress, and the replica that runs it."""
-
-    queue: PieceQueue
-    replica: int  # index into `AsyncLLM.replicas`
 
 
 def merged(pieces: list[StreamPiece]) -> list[StreamPiece]:

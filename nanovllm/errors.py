@@ -96,8 +96,8 @@ def file_errors(task: str, path: object, kind: type[NanovllmError] = ConfigError
         raise kind(f"cannot {task} {path}: {error.strerror}") from error
 
 
-def at_index(error: RequestError, name: str, index: int, count: int) -> RequestError:
-    """Return the error; if there are several prompts, add the index of the invalid one."""
+def at_index(error: RequestError, name: str, index: int, count: int | None) -> RequestError:
+    """Return the error, with the index of the invalid prompt unless `count` is 1."""
     return (
         error
         if count == 1

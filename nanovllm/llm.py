@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from nanovllm.assembly import create_input_processor, engine_config, resolve_model, start_core
 from nanovllm.config import EngineConfig
 from nanovllm.engine.conversations import ChatOptions, Messages, prompts_of, template_options
-from nanovllm.engine.engine_thread import EngineThread, RequestGroup
-from nanovllm.engine.lazy_requests import run_lazily
+from nanovllm.engine.engine_thread import EngineThread
 from nanovllm.engine.output_processor import RequestState
 from nanovllm.engine.progress_bar import with_progress_bar
-from nanovllm.engine.prompts import Params, Prompts, as_params, split_prompts
+from nanovllm.engine.prompts import Params, Prompts, as_params, split_prompts, with_params
 from nanovllm.engine.reranking import rerank
 from nanovllm.engine.scoring import embedding_of, score
 from nanovllm.engine.step import Pooling
@@ -83,13 +82,10 @@ class LLM:
         An invalid prompt raises RequestError. If `on_refusal` is given, it is called with the
         prompt's index and the error instead, and the other prompts run.
         """
-        requests = self._prepare(
-            prompts, sampling_params, cache_salt, on_refusal, is_streaming=True
+        requests = self._prepare_all(
+            prompts, sampling_params, cache_salt, on_refusal=on_refusal, is_streaming=True
         )
-        group = RequestGroup(is_streaming=True)
-        with contextlib.closing(self.engine.stream(group, requests)) as steps:
-            for step in steps:
-                yield from step.pieces
+        yield from self.engine.run(requests, is_streaming=True)
 
     def generate_stream(
         self,
@@ -103,7 +99,14 @@ class LLM:
         Prompts are read lazily, as earlier ones finish. So are parameters if each prompt has its
         own.
         """
-        return run_lazily(self.engine, prompts, sampling_params, cache_salt)
+        requests = self._prepare(with_params(prompts, sampling_params), cache_salt)
+        # As many requests wait as can run, so that the batch stays full.
+        max_unfinished = 2 * self.engine.config.max_num_seqs
+        run = self.engine.run(requests, is_streaming=True, max_unfinished=max_unfinished)
+        with contextlib.closing(run) as pieces:
+            for piece in pieces:
+                assert piece.output is not None
+                yield piece.index, piece.output
 
     def chat(
         self,
@@ -241,26 +244,30 @@ class LLM:
 
     def _prepare(
         self,
-        prompts: Prompts,
-        params: Params,
+        pairs: Iterable[tuple[Any, SamplingParams]],
         cache_salt: str | None,
-        on_refusal: Callable[[int, RequestError], None] | None = None,
+        count: int | None = None,
         name: str = "prompts",
+        on_refusal: Callable[[int, RequestError], None] | None = None,
         **options: Any,
-    ) -> dict[int, RequestState]:
-        """Validate and tokenize the prompts of one call; return the requests by index."""
-        self.engine.raise_if_closed()
-        items = split_prompts(prompts)
-        requests: dict[int, RequestState] = {}
-        pairs = zip(items, as_params(params, len(items)), strict=True)
-        for index, (item, param) in enumerate(pairs):
+    ) -> Iterator[RequestState]:
+        """Validate and tokenize the prompts of one call, lazily; `count` is how many there are."""
+        for index, (prompt, params) in enumerate(pairs):
             try:
-                requests[index] = self.engine.prepare(item, param, cache_salt, **options)
+                state = self.engine.prepare(prompt, params, cache_salt, index, **options)
             except RequestError as error:
                 if on_refusal is None:
-                    raise at_index(error, name, index, len(items)) from error
+                    raise at_index(error, name, index, count) from error
                 on_refusal(index, error)
-        return requests
+            else:
+                yield state
+
+    def _prepare_all(
+        self, prompts: Prompts, params: Params, cache_salt: str | None, **options: Any
+    ) -> list[RequestState]:
+        items = split_prompts(prompts)
+        pairs = zip(items, as_params(params, len(items)), strict=True)
+        return list(self._prepare(pairs, cache_salt, len(items), **options))
 
     def _complete(
         self,
@@ -271,13 +278,13 @@ class LLM:
         **options: Any,
     ) -> list[RequestOutput]:
         """Run prompts to completion, optionally with a progress bar; return outputs in order."""
-        requests = self._prepare(prompts, params, cache_salt, **options)
-        steps = self.engine.stream(RequestGroup(is_streaming=False), requests)
+        requests = self._prepare_all(prompts, params, cache_salt, **options)
+        pieces = self.engine.run(requests, is_streaming=False)
         if use_tqdm and sys.stderr is not None:
-            steps = with_progress_bar(steps, len(requests))
-        with contextlib.closing(steps):
-            outputs = {output.seq_id: output for step in steps for output in step.finished}
-        return [outputs[state.seq_id] for state in requests.values()]
+            pieces = with_progress_bar(pieces, len(requests))
+        with contextlib.closing(pieces):
+            outputs = {each.index: each.output for each in pieces if each.output is not None}
+        return [outputs[state.index] for state in requests]
 
 
 def create_engine(config: EngineConfig) -> EngineThread:

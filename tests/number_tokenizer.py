@@ -26,5 +26,5 @@ def read_numbers(llm: LLM, eos_token_ids: tuple[int, ...] = ()) -> None:
     """Install this tokenizer in an engine that has none."""
     input_processor, tokenizer = llm.engine.input_processor, NumberTokenizer()
     input_processor.tokenizer = tokenizer  # type: ignore[assignment]
-    llm.engine.output_processor.tokenizer = tokenizer  # type: ignore[assignment]
+    llm.engine.client.output_processor.tokenizer = tokenizer  # type: ignore[assignment]
     input_processor._eos_token_ids = frozenset(eos_token_ids)

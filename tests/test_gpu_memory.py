@@ -79,7 +79,7 @@ class Churn:
         scheduler.check()
         assert scheduler.blocks.num_free == scheduler.blocks.num_blocks
         assert not self.live
-        assert not self.llm.engine.output_processor.states
+        assert not self.llm.engine.client.owners
         return usage()
 
     def _request(self) -> tuple[list[int], SamplingParams]:

@@ -121,7 +121,7 @@ def test_streams_and_aborts_of_samples(tiny: Any) -> None:
         assert len(llm.abort_all()) == 1
         assert llm.is_finished()
         llm.engine.core.scheduler.check()
-        assert not llm.engine.output_processor.states
+        assert not llm.engine.client.owners
 
 
 def test_a_sample_may_stop_before_the_others(tiny: Any) -> None:

@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from nanovllm.checkpoint.stored_tensors import StoredTensor
     from nanovllm.config import ConfigJson
-from nanovllm.checkpoint.stored_tensors import StoredTensor
 
 # The architectures of multimodal models, and whether transformers ties their embeddings by default.
 IS_TIED = {

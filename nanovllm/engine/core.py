@@ -1,9 +1,13 @@
-"""EngineCore: each call of `step` launches the next step and collects the oldest in flight."""
+"""EngineCore: each call of `step` launches the next step and collects the oldest in flight.
+
+`run_loop` is the loop of the thread that runs a core.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from queue import Empty, SimpleQueue
 from time import perf_counter, sleep
 
 import numpy as np
@@ -195,3 +199,24 @@ class EngineCore:
         if self.log is not None:
             self.log.add_end(finished, seq.request.arrival_time)
         return finished
+
+
+def run_loop(
+    commands: SimpleQueue[Callable[[], object] | None],
+    step: Callable[[], object],
+    wait_seconds: Callable[[], float | None],
+) -> None:
+    """Run all queued commands before each step; the command None ends the loop.
+
+    `wait_seconds` says how long to wait for a command before the next step: 0 while a step is due,
+    None if only a command can change anything.
+    """
+    while True:
+        try:
+            command = commands.get(timeout=wait_seconds())
+        except Empty:
+            step()
+            continue
+        if command is None:
+            return
+        command()

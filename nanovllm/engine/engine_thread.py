@@ -6,19 +6,22 @@ only in the main thread, so Ctrl-C interrupts a caller's wait but never a step.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
-from collections.abc import Callable, Generator
-from dataclasses import replace
+from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from nanovllm.config import EngineConfig, ModelConfig
-from nanovllm.engine.core import EngineCore
+from nanovllm.engine.core import EngineCore, run_loop
+from nanovllm.engine.engine_client import EngineClient, Stream
 from nanovllm.engine.executor import ExecutorInfo
 from nanovllm.engine.input_processor import InputProcessor
-from nanovllm.engine.output_processor import OutputProcessor, RequestState
+from nanovllm.engine.output_processor import RequestState
 from nanovllm.engine.prompts import as_prompt
 from nanovllm.engine.request import EngineCoreOutputs
 from nanovllm.errors import EngineError
@@ -39,29 +42,27 @@ POLL_SECONDS = 0.1  # interval at which a waiting caller checks whether the engi
 CLOSE_SECONDS = 5.0  # grace period for the current step, before workers are killed
 
 T = TypeVar("T")
+Pieces = list[StreamPiece]
 
 
-class RequestGroup:
-    """The requests of one call, such as `generate` or `stream`."""
+@dataclass(slots=True, eq=False)
+class BlockingQueue:
+    """The pieces of each step that a caller has not read yet, or an error that ends its stream."""
 
-    def __init__(self, is_streaming: bool) -> None:
-        self.is_streaming = is_streaming  # True: receives every step; may pause the engine
-        # Number of requests whose outputs are not taken yet; used only by the caller's thread.
-        self.num_unfinished = 0
-        self.indices: dict[int, int] = {}  # seq_id of an unfinished request -> prompt index
-        self.steps: SimpleQueue[Any] = SimpleQueue()  # StepOutputs, or an error that ends the group
+    max_unread: float  # the caller wants no step while this many are unread
+    steps: SimpleQueue[Pieces | BaseException] = field(default_factory=SimpleQueue)
 
     @property
     def wants_step(self) -> bool:
-        return not self.is_streaming or self.steps.qsize() < MAX_UNREAD
+        return self.steps.qsize() < self.max_unread
 
 
 class EngineThread:
     """Runs an engine core in a thread, on behalf of callers in any thread.
 
-    Any thread may call `prepare`, `stream`, `extend`, `call`, `close` and `raise_if_closed`. All
-    other methods are for the engine's thread, or for a single caller while there are no groups. The
-    engine steps while any group wants a step, and otherwise waits for commands.
+    Any thread may call `prepare`, `run`, `call`, `close` and `raise_if_closed`. All other methods
+    are for the engine's thread, or for a single caller while nothing is run. The engine steps
+    while any stream wants a step, and otherwise waits for commands.
     """
 
     def __init__(
@@ -74,13 +75,12 @@ class EngineThread:
     ) -> None:
         self.config, self.model_config = config, model_config
         self.input_processor, self.core, self.info = input_processor, core, info
-        self.output_processor = OutputProcessor(input_processor.tokenizer)
-        self._groups: dict[RequestGroup, None] = {}  # groups with unfinished requests
-        self._owners: dict[int, RequestGroup] = {}  # keyed by seq_id
-        self._unowned = RequestGroup(is_streaming=False)  # requests from `add_request`
+        self.client: EngineClient[BlockingQueue] = EngineClient(input_processor.tokenizer)
+        # The requests from `add_request`, which run only in `step` and beside others.
+        self._added = Stream(core, BlockingQueue(max_unread=0))
         self._is_closed = False
         self._process = os.getpid()
-        self._commands: SimpleQueue[Callable[[], object]] = SimpleQueue()
+        self._commands: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="nanovllm-engine", daemon=True)
 
     def start(self) -> None:
@@ -88,38 +88,46 @@ class EngineThread:
         self._thread.start()
 
     def prepare(
-        self, prompt: Any, params: SamplingParams, cache_salt: str | None = None, **options: Any
+        self,
+        prompt: Any,
+        params: SamplingParams,
+        cache_salt: str | None = None,
+        index: int = 0,
+        **options: Any,
     ) -> RequestState:
         """Validate and tokenize a prompt in any form, without queueing it."""
         self.raise_if_closed()
         item = as_prompt(prompt, cache_salt)
         state = self.input_processor.process(item.content, params, item.cache_salt, **options)
         self.core.check(state.completions[0].request)
+        state.index = index
         return state
 
-    def stream(
-        self, group: RequestGroup, requests: dict[int, RequestState]
-    ) -> Generator[StepOutput, None, None]:
-        """Yield steps with the outputs for a group, until all its requests are finished.
+    def run(
+        self,
+        requests: Iterable[RequestState],
+        *,
+        is_streaming: bool,
+        max_unfinished: int | None = None,
+    ) -> Generator[StreamPiece, None, None]:
+        """Yield pieces until all requests are finished; closing the generator aborts the others.
 
-        `requests` is keyed by prompt index. Closing the generator early aborts unfinished requests.
+        With `max_unfinished`, requests are read as earlier ones finish. A caller that streams
+        pauses the engine while it does not read.
         """
-        cancel = partial(self._cancel, group)
+        self.raise_if_closed()
+        stream = Stream(self.core, BlockingQueue(MAX_UNREAD if is_streaming else math.inf))
+        drop, unread = partial(self.client.drop, stream), iter(requests)
         try:
-            self.extend(group, requests)
-            while group.num_unfinished:
-                step = self._wait(group.steps)
-                group.num_unfinished -= len(step.finished)
-                yield step
-                if group.is_streaming:
-                    self._commands.put(_wake)  # the group may want another step now
+            num_unfinished = self._send(stream, islice(unread, max_unfinished))
+            while num_unfinished:
+                pieces = self._wait(stream.queue.steps)
+                num_finished = sum(piece.output is not None for piece in pieces)
+                num_added = self._send(stream, islice(unread, num_finished))
+                num_unfinished += num_added - num_finished
+                yield from pieces
         finally:
-            self._commands.put(cancel)
-
-    def extend(self, group: RequestGroup, requests: dict[int, RequestState]) -> None:
-        """Add requests to a group."""
-        group.num_unfinished += len(requests)
-        self._commands.put(partial(self._add, group, requests))
+            self._commands.put(drop)
 
     def call(self, function: Callable[[], T]) -> T:
         """Run a function in the engine's thread, between two steps, and return its result."""
@@ -135,7 +143,7 @@ class EngineThread:
         if os.getpid() != self._process:  # a forked child must not close its parent's engine
             return
         self._is_closed = True
-        self._commands.put(_wake)
+        self._commands.put(None)
         self._join(CLOSE_SECONDS)
         self.input_processor.close()
         self.core.executor.close()  # kills workers that hang, which unblocks the thread
@@ -147,56 +155,44 @@ class EngineThread:
         if self._is_closed:
             raise EngineError(CLOSED)
 
-    def submit(self, state: RequestState) -> None:
-        """Queue a prepared request."""
+    def submit(self, state: RequestState, stream: Stream[BlockingQueue] | None = None) -> None:
+        """Queue a prepared request; `step` returns its pieces unless there is another stream."""
         self.raise_if_closed()
         for completion in state.completions:
             self.core.add(completion.request)
-        self.output_processor.add(state)
+        self.client.begin(state, stream or self._added)
 
     def step(self) -> StepOutput:
-        """Run one step and return the new outputs of requests from `add_request`.
+        """Run one step and return the new pieces of requests from `add_request`.
 
-        They include outputs of steps that ran for other callers since the previous call.
+        They include pieces of steps that ran for other callers since the previous call.
         """
-        step, steps = self._step(), []
-        while not self._unowned.steps.empty():
-            steps.append(self._unowned.steps.get())
-        pieces = [piece for each in steps for piece in each.pieces]
-        return replace(step, pieces=pieces, finished=[o for each in steps for o in each.finished])
+        step, pieces = self._step(), self._take_added()
+        finished = [piece.output for piece in pieces if piece.output is not None]
+        return StepOutput(finished, pieces, step.num_prefill_tokens, step.num_decode_tokens)
 
     def is_finished(self) -> bool:
-        return not self.core.has_unfinished and self._unowned.steps.empty()
+        return not self.core.has_unfinished and self._added.queue.steps.empty()
 
     def abort(self, request_id: int | str) -> RequestOutput | None:
         """Abort a request, given its seq_id or request_id; return its partial output, if any.
 
         If several requests share the request_id, all are aborted, and one output is returned.
         """
-        aborted = []
-        for seq_id in self.output_processor.seq_ids_of(request_id):
-            found = (
-                self.core.finish(each, "abort") for each in self.output_processor.unfinished(seq_id)
-            )
-            aborted += [each for each in found if each is not None]
-        step = self.output_processor.process(EngineCoreOutputs([], [], aborted), self.core.finish)
-        # Groups receive the outputs of their requests; other outputs are only returned.
-        finished = [output for output in step.finished if output.seq_id in self._owners]
-        pieces = [piece for piece in step.pieces if piece.seq_id in self._owners]
-        self._deliver(replace(step, finished=finished, pieces=pieces))
-        return step.finished[0] if step.finished else None
+        aborted = EngineCoreOutputs([], [], self.client.abort(request_id))
+        pieces = self.client.collect(aborted, self.core)
+        outputs = [
+            each.output for new in pieces.values() for each in new if each.output is not None
+        ]
+        pieces.pop(self._added, None)  # `step` does not return these again
+        _deliver(pieces)
+        return outputs[0] if outputs else None
 
     def abort_all(self) -> list[RequestOutput]:
         """Abort every request; return their partial outputs."""
-        outputs = [self.abort(seq_id) for seq_id in list(self.output_processor.states)]
-        self._unowned = RequestGroup(is_streaming=False)
+        outputs = [self.abort(seq_id) for seq_id in list(self.client.owners)]
+        self._take_added()
         return [output for output in outputs if output is not None]
-
-    def drop(self, seq_id: int) -> None:
-        """Abort a request and discard its output."""
-        for each in self.output_processor.unfinished(seq_id):
-            self.core.finish(each, "abort")
-        self.output_processor.forget(seq_id)
 
     def _wait(self, results: SimpleQueue[T | BaseException]) -> T:
         """Wait for a result from the engine's thread; raise it if it is an error."""
@@ -219,6 +215,12 @@ class EngineThread:
                 del result  # break the reference cycle: the traceback refers to this frame
         return result
 
+    def _send(self, stream: Stream[BlockingQueue], requests: Iterable[RequestState]) -> int:
+        """Add requests to a stream and return how many; the thread then looks who wants a step."""
+        states = list(requests)
+        self._commands.put(partial(self._add, stream, states))
+        return len(states)
+
     def _join(self, seconds: float | None) -> None:
         # Garbage collection may call `close` in the engine's own thread.
         if self._thread.is_alive() and self._thread is not threading.current_thread():
@@ -227,69 +229,52 @@ class EngineThread:
     def _run(self) -> None:
         while not self._is_closed:
             try:
-                if self._commands.empty() and any(group.wants_step for group in self._groups):
-                    self._step()
-                else:
-                    self._commands.get()()
+                run_loop(self._commands, self._step, self._wait_seconds)
             except BaseException as error:
                 self._fail(error)
 
-    def _step(self) -> StepOutput:
+    def _wait_seconds(self) -> float | None:
+        return 0.0 if any(stream.queue.wants_step for stream in self.client.streams) else None
+
+    def _step(self) -> EngineCoreOutputs:
         self.raise_if_closed()
-        step = self.output_processor.process(self.core.step(), self.core.finish)
-        self._deliver(step)
+        step = self.core.step()
+        _deliver(self.client.collect(step, self.core))
         return step
 
-    def _deliver(self, step: StepOutput) -> None:
-        """Pass each output to the group that its request belongs to."""
-        pieces: dict[RequestGroup, list[StreamPiece]] = {
-            group: [] for group in (*self._groups, self._unowned)
-        }
-        finished: dict[RequestGroup, list[RequestOutput]] = {group: [] for group in pieces}
-        for piece in step.pieces:
-            owner = self._owners.get(piece.seq_id, self._unowned)
-            pieces[owner].append(replace(piece, index=owner.indices.get(piece.seq_id, 0)))
-        for output in step.finished:
-            owner = self._owners.pop(output.seq_id, self._unowned)
-            owner.indices.pop(output.seq_id, None)
-            finished[owner].append(output)
-        for group in pieces:
-            if group.is_streaming or finished[group] or pieces[group]:
-                group.steps.put(replace(step, finished=finished[group], pieces=pieces[group]))
-            if not group.indices:
-                self._groups.pop(group, None)
+    def _take_added(self) -> Pieces:
+        """Return the unread pieces of requests from `add_request`; raise the error, if any."""
+        pieces: Pieces = []
+        steps = self._added.queue.steps
+        while not steps.empty():
+            step = steps.get()
+            if isinstance(step, BaseException):
+                try:
+                    raise step
+                finally:
+                    del step  # break the reference cycle, as in `_wait`
+            pieces += step
+        return pieces
 
     def _fail(self, error: BaseException) -> None:
-        """Fail all groups: the first gets the error itself, the others an EngineError about it."""
+        """Fail all streams: the first gets the error itself, the others an EngineError about it."""
         message = f"the engine failed: {error!r}"
-        for group in list(self._groups):
-            self._cancel(group)
-            group.steps.put(error)
+        for stream in self.client.fail(self.core):
+            stream.queue.steps.put(error)
             error = EngineError(message)
 
-    def _add(self, group: RequestGroup, requests: dict[int, RequestState]) -> None:
-        self._groups[group] = None
+    def _add(self, stream: Stream[BlockingQueue], states: list[RequestState]) -> None:
         try:
-            for index, state in requests.items():
-                self.submit(state)
-                group.indices[state.seq_id] = index
-                self._owners[state.seq_id] = group
+            for state in states:
+                self.submit(state, stream)
         except Exception as error:
-            self._cancel(group)
-            group.steps.put(error)
-        if not group.indices:
-            self._groups.pop(group, None)
-
-    def _cancel(self, group: RequestGroup) -> None:
-        for seq_id in group.indices:
-            self.drop(seq_id)
-            del self._owners[seq_id]
-        group.indices.clear()
-        self._groups.pop(group, None)
+            self.client.drop(stream)
+            stream.queue.steps.put(error)
 
 
-def _wake() -> None:
-    """Do nothing; as a command, it makes the thread check its groups again."""
+def _deliver(pieces: dict[Stream[BlockingQueue], Pieces]) -> None:
+    for stream, new in pieces.items():
+        stream.queue.steps.put(new)
 
 
 def _put_result(function: Callable[[], T], results: SimpleQueue[T | BaseException]) -> None:

@@ -1,23 +1,17 @@
-"""OutputProcessor: turn the engine core's tokens into text and finished outputs.
+"""OutputProcessor: turn tokens into text and finished outputs.
 
 Nothing here imports torch, so it can run in a different process than the model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from nanovllm.engine.detokenizer import REPLACEMENT, Detokenizer
-from nanovllm.engine.request import (
-    EngineCoreOutputs,
-    FinishedSequence,
-    FinishReason,
-    Request,
-    TokenLogprobs,
-)
-from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput, StepOutput, StreamPiece
+from nanovllm.engine.request import FinishedSequence, Request, TokenLogprobs
+from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -38,6 +32,25 @@ class CompletionState:
     num_kept: int | None = None  # number of tokens up to the end of the stop string, if found
     finished: FinishedSequence | None = None
 
+    def push(self, token_id: int, logprobs: TokenLogprobs | None) -> bool:
+        """Add a token; return whether it completes a stop string. Later tokens are ignored."""
+        if self.num_kept is not None:
+            return False
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
+        self.new_token_ids.append(token_id)
+        if self.detokenizer is None or not self.detokenizer.push(token_id):
+            return False
+        self.num_kept = self.detokenizer.num_tokens
+        return True
+
+    def finish(self, finished: FinishedSequence) -> None:
+        if self.num_kept is not None:
+            finished = finished.stopped_at(self.num_kept)
+        self.finished = finished
+        if self.detokenizer is not None:
+            self.detokenizer.finish()
+
 
 @dataclass(slots=True, eq=False)
 class RequestState:
@@ -48,102 +61,54 @@ class RequestState:
     completions: list[CompletionState]
     num_unfinished: int
     request_id: str
+    index: int = 0  # index of the prompt among those of the same call
 
     @property
     def seq_id(self) -> int:
         """Id of the first completion; identifies the whole request."""
         return self.completions[0].request.seq_id
 
+    @property
+    def unfinished(self) -> list[int]:
+        """The seq_ids of its unfinished completions."""
+        return [each.request.seq_id for each in self.completions if each.finished is None]
+
 
 class OutputProcessor:
-    """Tracks the requests in progress and builds their outputs. Not thread-safe."""
+    """Builds the pieces and outputs of requests."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self.tokenizer = tokenizer
         self._texts: TokenTexts | None = None  # created by the first request with logprobs
-        self.states: dict[int, RequestState] = {}  # keyed by seq_id
-        # Keyed by the completion's own seq_id.
-        self._completions: dict[int, tuple[RequestState, CompletionState]] = {}
 
-    def add(self, state: RequestState) -> None:
-        """Start tracking a request and its completions."""
-        self.states[state.seq_id] = state
-        for completion in state.completions:
-            self._completions[completion.request.seq_id] = state, completion
+    def piece(
+        self, state: RequestState, completion: CompletionState, output: RequestOutput | None
+    ) -> StreamPiece:
+        """Return the new text and tokens of a completion; all, for a request that does not stream.
 
-    def forget(self, seq_id: int) -> None:
-        """Stop tracking a request; later outputs for it are ignored."""
-        state = self.states.pop(seq_id, None)
-        for completion in () if state is None else state.completions:
-            self._completions.pop(completion.request.seq_id, None)
-
-    def seq_ids_of(self, request_id: int | str) -> list[int]:
-        """Return the seq_ids that a seq_id, or a request_id chosen by a caller, refers to."""
-        if not isinstance(request_id, str):
-            return [request_id]
-        return [i for i, state in self.states.items() if state.request_id == request_id]
-
-    def unfinished(self, seq_id: int) -> list[int]:
-        """Return the seq_ids of a request's unfinished completions."""
-        completions = self.states[seq_id].completions if seq_id in self.states else []
-        return [each.request.seq_id for each in completions if each.finished is None]
-
-    def process(
-        self,
-        step: EngineCoreOutputs,
-        finish: Callable[[int, FinishReason], FinishedSequence | None],
-    ) -> StepOutput:
-        """Turn the outputs of a step into text; `finish` ends a sequence at a stop string.
-
-        If `finish` returns None, a later step delivers the finished sequence. Until then, more
-        tokens may arrive for a sequence that was stopped or dropped here.
+        `output` is set for the last piece of a request.
         """
-        known = self._completions
-        by_id = {each.seq_id: each for each in step.finished if each.seq_id in known}
-        columns = step.seq_ids, step.token_ids, step.logprobs
-        for seq_id, token_id, logprobs in zip(*columns, strict=True):
-            if seq_id not in known or known[seq_id][1].num_kept is not None:
-                continue
-            _, completion = known[seq_id]
-            if logprobs is not None:
-                completion.logprobs.append(logprobs)
-            completion.new_token_ids.append(token_id)
-            detokenizer = completion.detokenizer
-            if detokenizer is not None and detokenizer.push(token_id):
-                completion.num_kept = detokenizer.num_tokens
-                finished = by_id.get(seq_id) or finish(seq_id, "stop")
-                if finished is not None:
-                    by_id[seq_id] = finished
-        seq_ids = dict.fromkeys((*step.seq_ids, *by_id))
-        changed = [known[seq_id] for seq_id in seq_ids if seq_id in known]
-        outputs: dict[int, RequestOutput] = {}
-        for finished in by_id.values():
-            output = self.finish(finished)
-            if output is not None:
-                outputs[output.seq_id] = output
-        # The last piece of a request carries its output.
-        last = {state.seq_id: completion for state, completion in changed}
-        pieces = [
-            self._piece(state, each, outputs if last[state.seq_id] is each else {})
-            for state, each in changed
-            if state.is_streaming
-        ]
-        return StepOutput(
-            list(outputs.values()), pieces, step.num_prefill_tokens, step.num_decode_tokens
+        if not state.is_streaming and output is not None:
+            whole = output.text, output.token_ids, output
+            return StreamPiece(state.seq_id, *whole, index=state.index, request_id=state.request_id)
+        token_ids, completion.new_token_ids = completion.new_token_ids, []
+        text = completion.detokenizer.take() if completion.detokenizer is not None else ""
+        num_top, logprobs = completion.request.params.logprobs, None
+        if token_ids and num_top is not None:
+            logprobs = self._logprobs(completion.logprobs[-len(token_ids) :], num_top)
+        return StreamPiece(
+            state.seq_id,
+            text,
+            token_ids,
+            output,
+            logprobs,
+            completion.index,
+            state.index,
+            state.request_id,
         )
 
-    def finish(self, finished: FinishedSequence) -> RequestOutput | None:
-        """Finish a completion; return the request's output if none of its completions is left."""
-        state, completion = self._completions.pop(finished.seq_id)
-        if completion.num_kept is not None:
-            finished = finished.stopped_at(completion.num_kept)
-        completion.finished = finished
-        if completion.detokenizer is not None:
-            completion.detokenizer.finish()
-        state.num_unfinished -= 1
-        if state.num_unfinished > 0:
-            return None
-        del self.states[state.seq_id]
+    def output(self, state: RequestState) -> RequestOutput:
+        """Return the output of a request whose completions are all finished."""
         outputs = [self._completion(each) for each in state.completions]
         request, best = state.completions[0].request, outputs[0]
         results = [each.finished for each in state.completions if each.finished is not None]
@@ -164,7 +129,7 @@ class OutputProcessor:
             num_cached_tokens=own.num_cached_tokens,
             queue_time=max(own.start_time - request.arrival_time, 0.0),
             time_to_first_token=max(own.first_token_time - request.arrival_time, 0.0),
-            duration=finished.end_time - request.arrival_time,
+            duration=max(each.end_time for each in results) - request.arrival_time,
             error=(broken[0].error or request.why_broken()) if broken else None,
             logprobs=best.logprobs,
             cumulative_logprob=best.cumulative_logprob,
@@ -196,25 +161,6 @@ class OutputProcessor:
             cumulative_logprob=cumulative,
             finish_reason=finished.finish_reason,
             stop_reason=_stop_reason(completion, finished),
-        )
-
-    def _piece(
-        self, state: RequestState, completion: CompletionState, outputs: dict[int, RequestOutput]
-    ) -> StreamPiece:
-        """Return the new text and tokens of a streamed completion."""
-        token_ids, completion.new_token_ids = completion.new_token_ids, []
-        text = completion.detokenizer.take() if completion.detokenizer is not None else ""
-        num_top, logprobs = completion.request.params.logprobs, None
-        if token_ids and num_top is not None:
-            logprobs = self._logprobs(completion.logprobs[-len(token_ids) :], num_top)
-        return StreamPiece(
-            state.seq_id,
-            text,
-            token_ids,
-            outputs.get(state.seq_id),
-            logprobs,
-            completion.index,
-            request_id=state.request_id,
         )
 
     def _logprobs(self, entries: list[TokenLogprobs], num_top: int) -> CompletionLogprobs:

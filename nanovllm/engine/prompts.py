@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from numbers import Number
 from typing import Any
 
@@ -76,6 +77,23 @@ def as_params(params: Params, num_prompts: int) -> list[SamplingParams]:
     expected = f"one for each of {num_prompts} prompts"
     require(len(params) == num_prompts, "sampling_params", expected, len(params))
     return list(params)
+
+
+def with_params(
+    prompts: Iterable[Any], params: SamplingParams | Iterable[SamplingParams] | None
+) -> Iterator[tuple[Any, SamplingParams]]:
+    """Pair each prompt with its parameters, lazily; a string or a dict is one prompt."""
+    prompts = [prompts] if isinstance(prompts, (str, Mapping)) else prompts
+    params = SamplingParams() if params is None else params
+    each = repeat(params) if isinstance(params, SamplingParams) else iter(params)
+    for index, prompt in enumerate(prompts):
+        own = next(each, None)
+        if not isinstance(own, SamplingParams):
+            raise RequestError(
+                "sampling_params must be one SamplingParams, or one for each prompt, got "
+                f"{own!r:.80} for prompts[{index}]"
+            )
+        yield prompt, own
 
 
 def _from_array(value: Any) -> Any:

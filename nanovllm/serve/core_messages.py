@@ -22,10 +22,10 @@ class AddRequests:
 
 
 @dataclass(frozen=True, slots=True)
-class FinishSequences:
-    """Finish sequences early; the next update reports them as finished."""
+class FinishSequence:
+    """Finish a sequence early; the next update reports it as finished."""
 
-    seq_ids: list[int]
+    seq_id: int
     reason: FinishReason
 
 

@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from nanovllm.assembly import create_grammars, resolve_model, start_core
 from nanovllm.config import EngineConfig
 from nanovllm.devices.replica_share import take_share
-from nanovllm.engine.core import EngineCore
+from nanovllm.engine.core import EngineCore, run_loop
 from nanovllm.engine.request import EngineCoreOutputs, FinishedSequence, Request
 from nanovllm.errors import RequestError
 from nanovllm.parallel.child import Kind, Link, StepTimer, run_child
@@ -23,7 +23,7 @@ from nanovllm.serve.core_messages import (
     CoreReady,
     CoreStats,
     CoreUpdate,
-    FinishSequences,
+    FinishSequence,
     SendSnapshots,
 )
 from nanovllm.worker.host_memory import trim_malloc
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 IDLE_SECONDS = 1.0  # time between updates while the core is idle and no client is subscribed
 
-Command = AddRequests | FinishSequences | SendSnapshots | Control
+Command = AddRequests | FinishSequence | SendSnapshots | Control
 Send = Callable[[CoreUpdate], None]
 
 
@@ -48,8 +48,6 @@ def serve(link: Link, timer: StepTimer, replica: int = 0) -> None:
         return
     send = partial(link.send, Kind.REPLY)
     take_share(config, replica)
-    inbox: SimpleQueue[Command | None] = SimpleQueue()
-    threading.Thread(target=_receive_all, args=(link, inbox), daemon=True).start()
     resolved = resolve_model(config)
     send(resolved)  # the parent process loads the tokenizer while this one loads the model
     vocab_size = resolved.model_config.vocab_size
@@ -58,80 +56,81 @@ def serve(link: Link, timer: StepTimer, replica: int = 0) -> None:
     core = started.core
     try:
         send(CoreReady(started.info, core.max_len))
-        CoreLoop(core, inbox, send, timer).run()
+        loop = CoreLoop(core, send, timer)
+        threading.Thread(target=_receive_all, args=(link, loop), daemon=True).start()
+        loop.run()
     finally:
         core.executor.close()
 
 
-def _receive_all(link: Link, inbox: SimpleQueue[Command | None]) -> None:
+def _receive_all(link: Link, loop: CoreLoop) -> None:
     while (command := link.receive()) is not None:
-        inbox.put(command)
-    inbox.put(None)
+        loop.put(command)
+    loop.put(None)
 
 
 class CoreLoop:
-    """The main loop: handles commands, and runs steps while requests are unfinished."""
+    """Handles commands, and sends an update after every step and from time to time while idle."""
 
     def __init__(
         self,
         core: EngineCore,
-        inbox: SimpleQueue[Command | None],
         send: Send,
         timer: StepTimer,  # context manager that is entered for every step
     ) -> None:
-        self.core, self.inbox, self.send, self.timer = core, inbox, send, timer
+        self.core, self.send, self.timer = core, send, timer
+        self._commands: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        # Sequences that commands ended, which the next update reports.
+        self._finished: list[FinishedSequence] = []
         self._num_prefill_tokens = self._num_decode_tokens = 0
         self._observer: Observer | None = None  # set once a client subscribes or pauses
-        self._is_at_rest = self._is_over = False
+        self._is_at_rest = False
+
+    def put(self, command: Command | None) -> None:
+        """Queue a command, in any thread; None ends the loop."""
+        self._commands.put(None if command is None else partial(self._handle, command))
 
     def run(self) -> None:
-        while not self._is_over:
-            finished = self._handle_commands()
-            step = EngineCoreOutputs([], [], [])
-            if self._may_step:
-                with self.timer:
-                    step = self.core.step()
-            self._num_prefill_tokens += step.num_prefill_tokens
-            self._num_decode_tokens += step.num_decode_tokens
-            step, stats = replace(step, finished=[*finished, *step.finished]), self._stats()
-            state = None if self._observer is None else self._observer.after_step(stats)
-            self.send(CoreUpdate(step, stats, state))
+        run_loop(self._commands, self._step, self._wait_seconds)
 
     @property
     def _may_step(self) -> bool:
         return self.core.has_unfinished and (self._observer is None or self._observer.may_step)
 
-    def _handle_commands(self) -> list[FinishedSequence]:
-        """Handle all queued commands; wait for one if there is nothing else to do.
+    def _wait_seconds(self) -> float:
+        if self._finished or self._may_step:
+            return 0.0
+        interval = None if self._observer is None else self._observer.interval
+        return interval or IDLE_SECONDS
 
-        Return the sequences that were finished early or rejected.
-        """
-        finished: list[FinishedSequence] = []  # sent with the next update
-        while not self._is_over:
-            is_idle = not self._may_step and not finished
-            try:
-                interval = None if self._observer is None else self._observer.interval
-                command = self.inbox.get(block=is_idle, timeout=interval or IDLE_SECONDS)
-            except Empty:
-                if is_idle and not self.core.has_unfinished:
-                    self._rest()
-                return finished
-            match command:
-                case None:  # the parent closed its end
-                    self._is_over = True
-                case AddRequests(requests):
-                    self._is_at_rest = False
-                    finished += self._add(requests)
-                case SendSnapshots() | Control():
-                    self._observe(command)
-                case FinishSequences(seq_ids, reason):
-                    found = (self.core.finish(seq_id, reason) for seq_id in seq_ids)
-                    finished += [each for each in found if each is not None]
-        return finished
+    def _step(self) -> None:
+        """Run a step if there is one to run, and send an update."""
+        step = EngineCoreOutputs([], [], [])
+        if self._may_step:
+            with self.timer:
+                step = self.core.step()
+        elif not self.core.has_unfinished and not self._finished:
+            self._rest()
+        self._num_prefill_tokens += step.num_prefill_tokens
+        self._num_decode_tokens += step.num_decode_tokens
+        step, stats = replace(step, finished=[*self._finished, *step.finished]), self._stats()
+        self._finished.clear()
+        state = None if self._observer is None else self._observer.after_step(stats)
+        self.send(CoreUpdate(step, stats, state))
 
-    def _add(self, requests: list[Request]) -> list[FinishedSequence]:
-        """Queue requests; those that can never run are returned, finished with an error."""
-        rejected = []
+    def _handle(self, command: Command) -> None:
+        match command:
+            case AddRequests(requests):
+                self._is_at_rest = False
+                self._add(requests)
+            case FinishSequence(seq_id, reason):
+                if (finished := self.core.finish(seq_id, reason)) is not None:
+                    self._finished.append(finished)
+            case SendSnapshots() | Control():
+                self._observe(command)
+
+    def _add(self, requests: list[Request]) -> None:
+        """Queue requests; those that can never run finish with an error."""
         for request in requests:
             try:
                 self.core.add(request)
@@ -140,12 +139,11 @@ class CoreLoop:
                 finished_seq = FinishedSequence(
                     request.seq_id, [], "error", 0, 0.0, 0.0, now, [], error=str(error)
                 )
-                rejected.append(finished_seq)
-        return rejected
+                self._finished.append(finished_seq)
 
     def _rest(self) -> None:
         """Use idle time to capture missing graphs; then return free host memory to the OS, once."""
-        while not self._is_at_rest and self.inbox.empty():
+        while not self._is_at_rest and self._commands.empty():
             if not self.core.executor.capture_one():
                 trim_malloc()
                 self._is_at_rest = True

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from nanovllm.assembly import ResolvedModel
 from nanovllm.config import EngineConfig
-from nanovllm.engine.request import EngineCoreOutputs, Request
+from nanovllm.engine.request import EngineCoreOutputs, FinishReason, Request
 from nanovllm.errors import ConfigError, NanovllmError
 from nanovllm.parallel.child import Failure, Serve
 from nanovllm.parallel.supervisor import ChildProcesses, ChildThread, Supervisor
@@ -24,7 +24,7 @@ from nanovllm.serve.core_messages import (
     CoreReady,
     CoreStats,
     CoreUpdate,
-    FinishSequences,
+    FinishSequence,
     SendSnapshots,
 )
 from nanovllm.validation import has_folder
@@ -102,9 +102,10 @@ class Replica:
         with self._adding:
             self._send_added()
 
-    def finish(self, finish: FinishSequences) -> None:
+    def finish(self, seq_id: int, reason: FinishReason) -> None:
+        """Ask the core to end a sequence; its next update reports the end."""
         self.flush()  # the core must receive the requests before this message
-        self._send(finish)
+        self._send(FinishSequence(seq_id, reason))
 
     def control(self, action: ControlAction) -> None:
         """Pause, step or resume the core. Stepping needs depth 0 (synchronous scheduling)."""

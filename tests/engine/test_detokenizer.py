@@ -183,13 +183,9 @@ def answer(tokenizer: PreTrainedTokenizerBase, token_ids: list[int], **options: 
     """Return the text of a request that is not streamed."""
     input_processor = InputProcessor(Vocabulary(tokenizer, frozenset()), len(tokenizer), 0)
     state = input_processor.process([0], SamplingParams(**options), None, False)
-    output_processor = OutputProcessor(tokenizer)
-    output_processor.add(state)
-    output = output_processor.finish(
-        FinishedSequence(state.seq_id, token_ids, "length", 0, 0.0, 0.0, 0.0, [])
-    )
-    assert output is not None
-    return output.text
+    [completion] = state.completions
+    completion.finish(FinishedSequence(state.seq_id, token_ids, "length", 0, 0.0, 0.0, 0.0, []))
+    return OutputProcessor(tokenizer).output(state).text
 
 
 @pytest.mark.parametrize("begun", ["\n\n", "é", "\n😀"])

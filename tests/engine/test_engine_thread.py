@@ -150,7 +150,7 @@ def test_closing_ends_the_waits_of_other_threads(path: Path) -> None:
     params = SamplingParams(temperature=0, max_tokens=2000, ignore_eos=True)
     with ThreadPoolExecutor(2) as threads:
         futures = [threads.submit(generate, llm, [1, 2], params) for _ in range(2)]
-        while len(llm.engine._groups) < 2:
+        while len(llm.engine.client.streams) < 2:
             time.sleep(0.001)
         llm.close()
         for future in futures:
@@ -166,7 +166,7 @@ def test_abort_all_ends_every_call(path: Path) -> None:
         pieces = [next(stream)]
         with ThreadPoolExecutor(1) as threads:
             future = threads.submit(llm.generate, [1, 2], params, use_tqdm=False)
-            while len(llm.engine._groups) < 2:
+            while len(llm.engine.client.streams) < 2:
                 time.sleep(0.001)
             assert len(llm.abort_all()) == 3
             [output] = future.result(timeout=240)
@@ -212,18 +212,36 @@ def test_an_error_of_the_tokenizer_fails_the_calls_and_not_the_engine(
 ) -> None:
     with make_llm(path) as llm:
         want = generate(llm)
-        real, calls = llm.engine.output_processor.process, itertools.count()
+        real, calls = llm.engine.client.collect, itertools.count()
 
         def collect(*step: Any) -> Any:
             if next(calls) == 3:
                 raise IndexError("no such piece")
             return real(*step)
 
-        monkeypatch.setattr(llm.engine.output_processor, "process", collect)
+        monkeypatch.setattr(llm.engine.client, "collect", collect)
         with pytest.raises(IndexError, match="no such piece"):
             list(llm.stream(PROMPTS, GREEDY))
         assert generate(llm) == want
         assert_idle(llm)
+
+
+def test_an_error_in_the_step_of_another_call_reaches_added_requests(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step that failed may have lost their tokens, so they end, and `step` raises."""
+    with make_llm(path) as llm:
+        want = generate(llm)
+        llm.add_request([1, 2, 3], GREEDY)
+        monkeypatch.setattr(llm.engine.client, "collect", None)
+        with pytest.raises(EngineError, match="not callable"):
+            list(llm.stream(PROMPTS, GREEDY))
+        monkeypatch.undo()
+        assert not llm.is_finished()
+        with pytest.raises(TypeError, match="not callable"):
+            llm.step()
+        assert_idle(llm)
+        assert generate(llm) == want
 
 
 LAST_WORDS = """

@@ -80,9 +80,8 @@ def assert_idle(llm: LLM) -> None:
     assert not scheduler.running
     assert not scheduler.waiting
     assert scheduler.blocks.num_free == scheduler.blocks.num_blocks
-    assert not llm.engine.output_processor.states
-    assert not llm.engine._groups
-    assert not llm.engine._owners
+    assert not llm.engine.client.owners
+    assert not llm.engine.client.streams
 
 
 def tokens(outputs: list[RequestOutput]) -> list[list[int]]:

@@ -300,7 +300,7 @@ def test_a_fault_of_the_front_fails_whoever_waits(
         llm = AsyncLLM(path, **OPTIONS)
         tasks = [asyncio.create_task(collect(llm, [1, 2, 3], LONG)) for _ in range(2)]
         await until_running(llm, 2)
-        monkeypatch.setattr(llm.output_processor, "process", None)
+        monkeypatch.setattr(llm.client, "collect", None)
         for task in tasks:
             with pytest.raises(EngineError, match="cannot read messages"):
                 await asyncio.wait_for(task, SECONDS)

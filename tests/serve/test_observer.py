@@ -8,7 +8,6 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator
-from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +24,7 @@ from nanovllm.serve.core_messages import (
     AddRequests,
     CoreStats,
     CoreUpdate,
-    FinishSequences,
+    FinishSequence,
     SendSnapshots,
 )
 from nanovllm.serve.core_process import IDLE_SECONDS, Command, CoreLoop
@@ -130,18 +129,18 @@ def loop_updates(
 ) -> tuple[EngineCore, list[CoreUpdate]]:
     """Run a loop that gets all commands at once, and return its updates up to the last one."""
     core = build_core(num_blocks=20, num_slots=4, budget=32, caching=True, depth=1, is_paced=False)
-    inbox: SimpleQueue[Command | None] = SimpleQueue()
     updates: list[CoreUpdate] = []
 
     def send(update: CoreUpdate) -> None:
         updates.append(update)
         if is_last(update):
-            inbox.put(None)
+            loop.put(None)
 
+    loop = CoreLoop(core, send, StepTimer())
     for command in commands:
-        inbox.put(command)
+        loop.put(command)
     core.executor.start()
-    CoreLoop(core, inbox, send, StepTimer()).run()
+    loop.run()
     return core, updates
 
 
@@ -152,7 +151,7 @@ def has_shown_an_end(update: CoreUpdate) -> bool:
 def test_an_abort_is_told_though_nothing_is_left_to_do() -> None:
     """The abort is reported before the next idle update, so that its blocks show as free."""
     begin = time.monotonic()
-    commands: list[Command] = [AddRequests([request(0)]), FinishSequences([0], "abort")]
+    commands: list[Command] = [AddRequests([request(0)]), FinishSequence(0, "abort")]
     _, updates = loop_updates(commands, is_last=lambda update: True)
     assert time.monotonic() - begin < IDLE_SECONDS / 2
     assert (updates[0].stats.num_running, updates[0].stats.num_waiting) == (0, 0)
@@ -198,22 +197,22 @@ def test_an_idle_loop_captures_graphs_between_looks_for_requests(
 ) -> None:
     core = build_core(num_blocks=20, num_slots=4, budget=32, caching=True, depth=1, is_paced=False)
     executor: Any = core.executor
-    inbox: SimpleQueue[Command | None] = SimpleQueue()
+    loop = CoreLoop(core, lambda update: None, StepTimer())
     num_plans: list[int] = []  # number of plans run before each capture
 
     def capture_one() -> bool:
         assert not core.has_unfinished
         num_plans.append(len(executor.plans))
         if len(num_plans) == 2:
-            inbox.put(AddRequests([request(1)]))
+            loop.put(AddRequests([request(1)]))
         return len(num_plans) < 4
 
     executor.capture_one = capture_one
     monkeypatch.setattr(core_process, "IDLE_SECONDS", 0.01)
-    monkeypatch.setattr(core_process, "trim_malloc", lambda: inbox.put(None))
-    inbox.put(AddRequests([request(0)]))
+    monkeypatch.setattr(core_process, "trim_malloc", lambda: loop.put(None))
+    loop.put(AddRequests([request(0)]))
     executor.start()
-    CoreLoop(core, inbox, lambda update: None, StepTimer()).run()
+    loop.run()
     first, second, third, fourth = num_plans
     assert 0 < first == second < third == fourth
 
@@ -241,7 +240,7 @@ def test_no_snapshots_are_sent_when_nobody_is_subscribed() -> None:
         SendSnapshots(False),
         AddRequests([request(0)]),
     ]
-    commands.append(FinishSequences([7], "abort"))
+    commands.append(FinishSequence(7, "abort"))
     _, updates = loop_updates(commands, lambda update: update.step and update.step.finished)
     assert all(update.state is None for update in updates)
 

@@ -11,7 +11,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.engine.request import Request
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve import replica
-from nanovllm.serve.core_messages import AddRequests, FinishSequences
+from nanovllm.serve.core_messages import AddRequests, FinishSequence
 from nanovllm.serve.replica import Replica
 
 
@@ -48,9 +48,9 @@ def test_requests_go_together_and_before_what_ends_them(monkeypatch: pytest.Monk
     client.add([request(3, 2 * config.max_num_batched_tokens - 1)])
     client.add([request(4, 1)])  # enough tokens: sent without a flush
     client.add([request(5, 1)])
-    client.finish(FinishSequences([5], "abort"))
+    client.finish(5, "abort")
     first, *adds, finish = client._supervisor.records  # type: ignore[attr-defined]
     assert first == config
     assert all(isinstance(each, AddRequests) for each in adds)
     assert [[each.seq_id for each in add.requests] for add in adds] == [[0, 1, 2], [3, 4], [5]]
-    assert finish == FinishSequences([5], "abort")
+    assert finish == FinishSequence(5, "abort")

@@ -156,8 +156,8 @@ def test_one_of_two_is_killed_and_comes_back(llm: AsyncLLM) -> None:
         async with httpx.AsyncClient(base_url=server.url, timeout=480) as client:
             readers = [Reader(client, chr(97 + i) * 40) for i in range(8)]
             await asyncio.gather(*(reader.next() for reader in readers))
-            homes = {stream.replica for stream in llm._streams.values()}
-            num_doomed = sum(stream.replica == 1 for stream in llm._streams.values())
+            homes = {stream.core.number for stream in llm.client.streams}
+            num_doomed = sum(stream.core.number == 1 for stream in llm.client.streams)
             assert homes == {0, 1}
             os.kill(llm.replicas[1].pid, signal.SIGKILL)
             while sum(reader.task.done() for reader in readers) < num_doomed:
@@ -205,7 +205,7 @@ def test_rows_of_a_job_move_to_the_other_engine(llm: AsyncLLM, tmp_path: Path) -
 
     def kill(line: Any) -> None:
         lines.append(line)
-        busy = {stream.replica for stream in llm._streams.values()}
+        busy = {stream.core.number for stream in llm.client.streams}
         if not killed and len(lines) >= 10 and 1 in busy:
             killed.append(llm.replicas[1].pid)
             os.kill(killed[0], signal.SIGKILL)
