@@ -142,7 +142,7 @@ def create_input_processor(resolved: ResolvedModel, is_remote: bool = False) -> 
 
 def create_grammars(vocab_size: int, load: Callable[[], Vocabulary]) -> GrammarEngine:
     """Create the grammar engine, which calls `load` when it first needs the tokenizer."""
-    require_feature("grammar", "it", GrammarError)
+    require_feature("grammar", "structured output", GrammarError)
     from nanovllm.features.grammar.guidance import GuidanceEngine
 
     return GuidanceEngine(load, vocab_size)

@@ -132,7 +132,7 @@ ASKING: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
         "qwen3",
         {},
         {"structured_outputs": {"regex": "a+"}},
-        "structured_outputs: it needs nanovllm/features/grammar, which is missing",
+        "structured_outputs: structured output needs nanovllm/features/grammar, which is missing",
     ),
     "features.states": (
         "qwen3.5",

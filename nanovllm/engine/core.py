@@ -27,8 +27,9 @@ from nanovllm.engine.step import Bitmasks
 from nanovllm.engine.timing import StepLog
 from nanovllm.errors import EngineError
 
-# While nothing else runs, the n-th look at postponed sequences follows after n times POLL_SECONDS.
-POLL_SECONDS, MAX_POLLS = 0.001, 20
+# While all sequences are postponed, a step waits for POLL_SECONDS times the number of such steps in
+# a row, of which at most MAX_FACTOR count.
+POLL_SECONDS, MAX_FACTOR = 0.001, 20
 # Bitmasks that allow every token.
 NO_BITMASKS = Bitmasks(np.zeros(0, np.int32), np.zeros((0, 0), np.int32))
 
@@ -114,7 +115,7 @@ class EngineCore:
             self.log.add_step([*times, self._clock()], oldest)
         if not self._in_flight and oldest is None and self._sequences:
             assert self.scheduler.postponed, "sequences are waiting, but nothing runs"
-            self._num_polls = min(self._num_polls + 1, MAX_POLLS)
+            self._num_polls = min(self._num_polls + 1, MAX_FACTOR)
             sleep(POLL_SECONDS * self._num_polls)
         else:
             self._num_polls = 0

@@ -14,9 +14,10 @@ if TYPE_CHECKING:
 
 
 class Feature:
-    """By default, every method does nothing. A feature keeps its own state, keyed by `seq_id`.
+    """The hooks of a capability into scheduling; by default, each does nothing.
 
-    It must not keep the scheduler, which holds it: nothing would free the two.
+    A feature keeps its own state, keyed by `seq_id`. It must not keep the scheduler, which refers
+    to it: the cycle would live until a full garbage collection, which is rare.
     """
 
     # Called in every step.
@@ -68,11 +69,12 @@ class Feature:
     def row_end(self, seq: Sequence, end: int, limit: int) -> int:
         """Return where the sequence's next row ends, given the position found so far.
 
-        States end a row where a snapshot is due, and the latency target shortens rows of prompts.
-        `seq.num_computed` leaves a running sequence out of the step: speculation lets it wait for
-        its pending token, and the latency target for a later step. If `end` is `seq.num_tokens`,
-        speculation adds draft tokens in `seq.drafts`, up to the position `limit`; no feature lowers
-        an `end` after `seq.num_tokens`.
+        - A lower `end` shortens the row: states end it where a snapshot is due, and the latency
+          target limits prompts.
+        - `seq.num_computed` leaves a running sequence out of the step: speculation lets it wait for
+          its pending token, and the latency target for a later step.
+        - An `end` after `seq.num_tokens` adds the draft tokens in `seq.drafts`, at most up to
+          `limit`: speculation does so. No other feature lowers such an `end`.
         """
         return end
 

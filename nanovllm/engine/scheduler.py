@@ -167,7 +167,7 @@ class Scheduler:
         return updated
 
     def resume(self, seq: Sequence) -> None:
-        """Queue a postponed sequence before the others, unless another feature is not ready."""
+        """Queue a postponed sequence before others of its priority, once all features are ready."""
         if self._is_ready(seq):
             del self.postponed[seq.seq_id]
             self.waiting.add(seq, is_first=True)

@@ -120,8 +120,8 @@ class WaitingQueue:
     """
 
     def __init__(self) -> None:
-        # Sorted by priority, then by request_id in the order of turns, then by seq_id; none is
-        # empty.
+        # Priority, in ascending order -> request_id, in the order of turns -> seq_id, in order of
+        # arrival. Empty dicts are removed.
         self._queues: dict[int, OrderedDict[str, OrderedDict[int, Sequence]]] = {}
         self._num_waiting = 0
 
@@ -135,7 +135,10 @@ class WaitingQueue:
                 yield from (seq for seq in round_ if seq is not None)
 
     def add(self, seq: Sequence, is_first: bool = False) -> None:
-        """Add a sequence after the others of its request, or with `is_first` before all others."""
+        """Add a sequence after the others of its request.
+
+        `is_first` adds it before all others of its priority.
+        """
         if seq.priority not in self._queues:
             self._queues[seq.priority] = OrderedDict()
             self._queues = dict(sorted(self._queues.items()))

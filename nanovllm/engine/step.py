@@ -91,7 +91,8 @@ class Bitmasks:
 class StepPlan:
     """One step: row i runs counts[i] positions of the sequence in slots[i], starting at starts[i].
 
-    Tokens that the host does not know yet are already in the device's InputBatch.
+    A slot is the index of a sequence in the InputBatch, not a position in the KV cache as in
+    `slot_mapping`. Tokens that the host does not know yet are already in the InputBatch.
     """
 
     slots: IntColumn
@@ -102,7 +103,9 @@ class StepPlan:
     new_rows: list[NewRow]
     block_updates: list[BlockUpdate]
     released: list[int]  # slots whose sequence left since the previous plan
-    num_decode_tokens: int  # one per decode row and per draft token
+    # Number of tokens after the prompts: output tokens, draft tokens, and tokens recomputed after a
+    # preemption.
+    num_decode_tokens: int
     needs_bitmasks: bool = False  # whether to sample only when `Executor.sample` is called
     draft_updates: list[DraftUpdate] = field(default_factory=list)
     state_copies: list[StateCopy] = field(default_factory=list)  # done in order, before the step

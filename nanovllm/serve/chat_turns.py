@@ -28,11 +28,11 @@ def left_out(part: Mapping[str, Any]) -> str:
 
 
 def with_text_only(turns: Sequence[Turn], path: Callable[[int], str]) -> list[Turn]:
-    """Replace what is not text in the history; raise RequestError for it in the last user turn.
+    """Replace parts that are not text, and incomplete calls, in the history.
 
     The history is everything but the last user turn and leading system turns. An error about it
-    would come back with every later request, and so end the conversation. `path` returns the path
-    of a turn's content in the request.
+    would come back with every later request, and so end the conversation. Elsewhere, parts that are
+    not text raise RequestError. `path` returns the path of a turn's content in the request.
     """
     users = [i for i, turn in enumerate(turns) if turn["role"] == "user"]
     written = []
@@ -73,7 +73,7 @@ def as_text(part: Any) -> Any:
 
 
 def merge_turns(turns: Sequence[Turn]) -> list[Turn]:
-    """Return one leading system turn, and otherwise alternating roles, as some templates require.
+    """Join turns with the same role in a row, except tool results, as some templates require.
 
     Later system turns are appended to the user turn or tool result before them. The content of
     all turns must be strings.

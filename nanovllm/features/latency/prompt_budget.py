@@ -35,21 +35,24 @@ class PromptBudget(Feature):
     The seconds per token are estimated from measured steps, as a geometric moving average.
     """
 
+    _step: Step  # the one being planned
+
     def __init__(self, target_seconds: float, min_prompt_tokens: int) -> None:
         self._min_prompt_tokens = min_prompt_tokens
         self._seconds = MARGIN * target_seconds
         self._seconds_per_token = FIRST_SECONDS_PER_TOKEN
         self._is_measured = False
-        self._num_unfinished: dict[str, int] = {}  # number of prompt tokens, by request_id
+        # Number of unfinished sequences of each request_id, and of their prompt tokens.
+        self._unfinished: dict[str, tuple[int, int]] = {}
         self._large: set[str] = set()  # request_ids of large requests
         self._room = 0  # number of tokens that these may still add to the step being planned
 
     def joins(self, seq: Sequence) -> bool:
-        self._count(seq, seq.num_prompt_tokens)
+        self._count(seq, 1)
         return True
 
     def ended(self, seq: Sequence) -> None:
-        self._count(seq, -seq.num_prompt_tokens)
+        self._count(seq, -1)
 
     def begin_step(self, scheduler: Scheduler, step: Step) -> None:
         prompts, num_decode_rows = [], 0
@@ -104,12 +107,15 @@ class PromptBudget(Feature):
         self._seconds_per_token *= ratio
         self._is_measured = True
 
-    def _count(self, seq: Sequence, num_tokens: int) -> None:
-        total = self._num_unfinished.pop(seq.request_id, 0) + num_tokens
-        if total:
-            self._num_unfinished[seq.request_id] = total
-        if total > seq.request.params.n * max(seq.num_prompt_tokens, SMALL):
-            self._large.add(seq.request_id)  # more than the samples of one prompt
+    def _count(self, seq: Sequence, change: int) -> None:
+        """Count a sequence that joined (1) or ended (-1), and whether its request is large."""
+        num_seqs, num_tokens = self._unfinished.pop(seq.request_id, (0, 0))
+        num_seqs, num_tokens = num_seqs + change, num_tokens + change * seq.num_prompt_tokens
+        if num_seqs:
+            self._unfinished[seq.request_id] = num_seqs, num_tokens
+        num_samples = seq.request.params.n  # of each prompt
+        if num_seqs > num_samples and num_tokens > num_samples * SMALL:
+            self._large.add(seq.request_id)
         else:
             self._large.discard(seq.request_id)
 
