@@ -155,12 +155,14 @@ class EngineCore:
         streaming = [seq for seq in updated if seq.is_streaming]
         no_logprobs: list[TokenLogprobs | None] = [None]
         return EngineCoreOutputs(
-            [seq.seq_id for seq in streaming for _ in range(seq.num_new)],
-            [each for seq in streaming for each in seq.new_token_ids],
-            [self._leave(seq) for seq in updated if seq.finish_reason is not None],
-            [each for seq in streaming for each in seq.new_logprobs or no_logprobs * seq.num_new],
-            step.plan.num_prefill_tokens,
-            step.num_decode_tokens - step.draft_counts.num_rejected_tokens,
+            seq_ids=[seq.seq_id for seq in streaming for _ in range(seq.num_new)],
+            token_ids=[each for seq in streaming for each in seq.new_token_ids],
+            logprobs=[
+                each for seq in streaming for each in seq.new_logprobs or no_logprobs * seq.num_new
+            ],
+            finished=[self._leave(seq) for seq in updated if seq.finish_reason is not None],
+            num_prefill_tokens=step.plan.num_prefill_tokens,
+            num_decode_tokens=step.num_decode_tokens - step.draft_counts.num_rejected_tokens,
         )
 
     def _drop(self, lost: Step) -> EngineCoreOutputs:
@@ -183,19 +185,21 @@ class EngineCore:
     def _leave(self, seq: Sequence) -> FinishedSequence:
         assert seq.finish_reason is not None
         del self._sequences[seq.seq_id]
+        is_cut = seq.is_cut_by_pool and seq.finish_reason == "length"
         finished = FinishedSequence(
-            seq.seq_id,
-            seq.output_token_ids,
-            seq.finish_reason,
-            seq.num_cached,
-            seq.start_time,
-            seq.first_token_time,
-            self._clock(),
-            list(seq.prompt_logprobs),  # a copy, because a step in flight may still append
-            seq.pooled,
-            seq.error,
-            POOL_TOO_SMALL if seq.is_cut_by_pool and seq.finish_reason == "length" else None,
-            seq.draft_counts,
+            seq_id=seq.seq_id,
+            token_ids=seq.output_token_ids,
+            finish_reason=seq.finish_reason,
+            num_cached_tokens=seq.num_cached,
+            start_time=seq.start_time,
+            first_token_time=seq.first_token_time,
+            end_time=self._clock(),
+            # A copy, because a step in flight may still append.
+            prompt_logprobs=list(seq.prompt_logprobs),
+            pooled=seq.pooled,
+            error=seq.error,
+            stop_reason=POOL_TOO_SMALL if is_cut else None,
+            drafts=seq.draft_counts,
         )
         if self.log is not None:
             self.log.add_end(finished, seq.request.arrival_time)

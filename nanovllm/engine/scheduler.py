@@ -47,9 +47,9 @@ class Step:
     block_updates: list[BlockUpdate] = field(default_factory=list)
     draft_updates: list[DraftUpdate] = field(default_factory=list)
     state_copies: list[StateCopy] = field(default_factory=list)
-    excluded: Container[str] = ()  # request_ids of which no further sequence is admitted
-    dropped: list[Sequence] = field(default_factory=list)  # those whose results are discarded
-    # Set if the step is sampled in a second call, when the tokens before it are known.
+    excluded: Container[str] = ()  # admit no further sequence of these request_ids
+    dropped: list[Sequence] = field(default_factory=list)  # discard the results of these rows
+    # If set, the step is sampled in a second call, once the tokens of the previous step are known.
     get_bitmasks: Callable[[Scheduler, Step, Allocate], Bitmasks] | None = None
     plan: StepPlan = field(init=False)
     pending: Pending[StepResult] = field(init=False)  # set when the step is submitted
@@ -100,14 +100,14 @@ class Scheduler:
         self.blocks = blocks
         self.features = tuple(features)
         self.waiting = WaitingQueue()
-        self.postponed: dict[int, Sequence] = {}  # those for which a feature is not ready
+        self.postponed: dict[int, Sequence] = {}  # sequences for which a feature is not ready
         # Ordered by priority, then by admission; the last one is preempted first.
         self.running: dict[int, Sequence] = {}
         self._free_slots = list(reversed(range(max_num_seqs)))
         self._released: list[int] = []  # slots freed since the last plan
         # The last sequence that did not fit, until another is admitted.
         self._misfit: Sequence | None = None
-        self._num_needed = 0  # number of free blocks without which it is not tried again
+        self._num_needed = 0  # number of blocks that must be free before it is tried again
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence, or postpone it if a feature is not ready."""

@@ -32,7 +32,8 @@ class Sequence:
 
     request: Request
     seq_id: int = field(init=False)
-    stops: Callable[[int], bool] = field(init=False)  # whether an output token ends the sequence
+    # Whether an output token ends the sequence; called once per token, as it advances a grammar.
+    stops: Callable[[int], bool] = field(init=False)
     features: tuple[Feature, ...] = ()  # those that take part in scheduling it
     is_streaming: bool = field(init=False)
     priority: int = field(init=False)

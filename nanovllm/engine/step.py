@@ -77,7 +77,7 @@ class StateCopy:
 
 @dataclass(frozen=True, slots=True)
 class Bitmasks:
-    """The tokens that grammars allow in the newest plan.
+    """The tokens that grammars allow in the plan submitted last.
 
     `words` [positions, words] has a row for each position with logits of each slot in `slots`, in
     the order of the plan. Bit i % 32 of word i // 32 is set if token i may come next.

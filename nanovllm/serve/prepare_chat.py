@@ -43,7 +43,7 @@ RESERVED = (
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
     encoded: EncodedPrompt
-    token_ids: list[int]  # those of `encoded`, or its last ones
+    token_ids: list[int]  # those of `encoded`, truncated if requested
     tools: list[Tool]  # the tools that the model may call
 
 
@@ -213,7 +213,7 @@ class ChoiceParser:
 
 
 class ReplyKeeper:
-    """Parses one choice; if it ends with a stop token, keeps it for when it comes back."""
+    """Parses one choice; if it ends with a stop token, keeps its token ids for later prompts."""
 
     def __init__(self, service: Service, prompt: EncodedPrompt, choice: ChoiceParser) -> None:
         self._service, self._prompt, self._choice = service, prompt, choice
@@ -227,7 +227,7 @@ class ReplyKeeper:
         if update.finish_reason != "stop" or is_stop_string or len(self._token_ids) < 2:
             return
         stop_id = self._token_ids.pop()
-        # Readers do not see hidden tokens, so a reply must not bring them into later prompts.
+        # Clients never receive hidden tokens, so a reply must not bring them into later prompts.
         is_visible = self._service.hidden_tokens.keys().isdisjoint(self._token_ids)
         if is_visible and (stop := self._service.added_tokens.get(stop_id)):
             reply = KeptReply(read_events(self._events), self._token_ids, stop_id, stop)

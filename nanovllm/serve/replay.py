@@ -72,7 +72,7 @@ class ReplayCache:
         self._lock = threading.Lock()
 
     def keep(self, prompt: EncodedPrompt, reply: KeptReply) -> None:
-        """Keep a reply; it replaces one that says the same."""
+        """Keep a reply; it replaces one with the same content."""
         with self._lock:
             before = self._remove(prompt.key)
             others = [each for each in before if each.content != reply.content]
@@ -98,7 +98,7 @@ class ReplayCache:
             reply = self._find(hasher.digest(), text, position, read)
             if reply is not None:
                 piece = self._piece(text[start:position], stop_id)
-                if piece is None:
+                if piece is None:  # the tokenizer joined the stop token with what follows
                     break
                 token_ids += [*piece, *reply.token_ids]
                 start, stop_id = text.index(reply.stop, position), reply.stop_id
@@ -126,7 +126,7 @@ class ReplayCache:
             yield match.end(1)
 
     def _find(self, key: bytes, text: str, position: int, read: ReadReply) -> KeptReply | None:
-        """Return the kept reply to this prompt that says the same as the text after it."""
+        """Return the kept reply to this prompt with the same content as the text after it."""
         with self._lock:
             if key not in self._replies:
                 return None

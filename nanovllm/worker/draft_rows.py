@@ -45,25 +45,26 @@ def count_valid(num_logits: IntColumn, tokens: IntColumn, drafts: IntColumn) -> 
     Tokens and drafts are [positions]; a row's last position has no draft token.
     """
     ends = np.cumsum(num_logits)
-    is_last_valid = tokens != drafts
-    is_last_valid[ends[num_logits > 0] - 1] = True
-    firsts, stops = ends - num_logits, np.flatnonzero(is_last_valid)
-    # A row without logits begins where the next one does, or at the end.
-    stops = np.append(stops, 0)[np.searchsorted(stops, firsts)]
-    return np.where(num_logits > 0, stops - firsts + 1, 0)
+    may_be_last = tokens != drafts
+    may_be_last[ends[num_logits > 0] - 1] = True
+    # A row's last valid token is the first of these that is not before the row's first token. Rows
+    # without logits ignore what they find; for one at the end, the 0 keeps the index in range.
+    firsts, lasts = ends - num_logits, np.flatnonzero(may_be_last)
+    lasts = np.append(lasts, 0)[np.searchsorted(lasts, firsts)]
+    return np.where(num_logits > 0, lasts - firsts + 1, 0)
 
 
 def draft_changes(
-    update: DraftUpdate, first_token: int, length: int
+    update: DraftUpdate, tokens_offset: int, length_offset: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the changes to the InputBatch: offsets of words, and their new values.
 
-    `first_token` and `length` are the offsets of the slot's first token and of its length.
+    The last two arguments are the offsets of the slot's tokens and of its length.
     """
     num_tokens, drafts = update.num_tokens, update.token_ids
-    offsets, values = [length], [num_tokens + len(drafts)]
+    offsets, values = [length_offset], [num_tokens + len(drafts)]
     if NO_TOKEN not in drafts:
-        begin = first_token + num_tokens
+        begin = tokens_offset + num_tokens
         offsets += range(begin, begin + len(drafts))
         values += drafts
     return np.array(offsets), np.array(values, np.int32)

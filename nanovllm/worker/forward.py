@@ -60,7 +60,7 @@ class EagerForward:
         """Apply a plan to the InputBatch; return the plan's tokens, row after row, as one batch."""
         input_batch, upload = self.input_batch, self.input_batch.device.upload
         input_batch.update(plan)
-        slots, positions = (upload(column) for column in tokens_of(plan))
+        slots, positions = map(upload, slots_and_positions(plan))
         input_ids, slot_mapping = look_up(input_batch, slots, positions)
         rows = BatchRows(plan.slots, plan.starts, plan.counts, input_batch.block_table)
         sampled = None
@@ -86,11 +86,12 @@ def look_up(input_batch: InputBatch, slots: Tensor, positions: Tensor) -> tuple[
     return input_batch.tokens[slots, positions], slot_mapping
 
 
-def tokens_of(plan: StepPlan) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def slots_and_positions(plan: StepPlan) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Return the slot and the position of every token that a step runs."""
     row_ids = np.repeat(np.arange(len(plan.slots)), plan.counts)
-    firsts = plan.starts - (np.cumsum(plan.counts) - plan.counts)
-    return plan.slots[row_ids].astype(np.int64), np.arange(len(row_ids)) + firsts[row_ids]
+    # A token's position is its index in the batch plus its row's offset.
+    offsets = plan.starts - (np.cumsum(plan.counts) - plan.counts)
+    return plan.slots[row_ids].astype(np.int64), np.arange(len(row_ids)) + offsets[row_ids]
 
 
 def sampled_rows(plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:

@@ -38,8 +38,8 @@ class Progress:
     """What the pool knows about a sequence."""
 
     key: PromptKey
-    shared_len: int = 0  # number of tokens that were in cached blocks at admission
-    snapshot_len: int = 0  # length of the longest prefix with a snapshot besides `last`
+    shared_len: int = 0  # length of the cached prefix at admission, with or without a snapshot
+    snapshot_len: int = 0  # length of the longest prefix with a snapshot, `last` excluded
     last: Snapshot | None = None  # latest one in the output; the next one replaces it
 
 
@@ -57,10 +57,10 @@ class StatePool(Feature):
         self._progress: dict[int, Progress] = {}  # keyed by seq_id
         self._firsts: dict[PromptKey, Sequence] = {}  # first unfinished sequence of each prompt
         self._postponed: defaultdict[PromptKey, dict[int, Sequence]] = defaultdict(dict)
-        self._ready: list[PromptKey] = []  # prompts that were computed, or whose first one ended
+        self._ready: list[PromptKey] = []  # prompts whose postponed sequences may run
         self._free = list(counts.snapshot_ids)
         self._clock = 0  # priority of the last evicted snapshot
-        self._due: list[tuple[Sequence, int]] = []  # with a snapshot due at this length
+        self._due: list[tuple[Sequence, int]] = []  # sequences, and where a snapshot of each is due
         self._copies: list[StateCopy] = []  # for the next plan
         blocks.on_evict = self.drop
 
