@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
-from time import perf_counter, sleep
+from time import perf_counter
 
 import numpy as np
 
@@ -27,8 +27,8 @@ from nanovllm.engine.step import Bitmasks
 from nanovllm.engine.timing import StepLog
 from nanovllm.errors import EngineError
 
-# While all sequences are postponed, a step waits for POLL_SECONDS times the number of such steps in
-# a row, of which at most MAX_FACTOR count.
+# While all sequences are postponed, the time to the next step is POLL_SECONDS times the number of
+# such steps in a row, of which at most MAX_FACTOR count.
 POLL_SECONDS, MAX_FACTOR = 0.001, 20
 # Bitmasks that allow every token.
 NO_BITMASKS = Bitmasks(np.zeros(0, np.int32), np.zeros((0, 0), np.int32))
@@ -59,13 +59,18 @@ class EngineCore:
         self._in_flight: deque[Step] = deque()
         self._clock = clock
         self._last_result_time = 0.0
-        self._num_polls = 0  # since a step was launched or collected
+        self._num_polls = 0  # steps in a row for which all sequences were postponed
         self.log: StepLog | None = None  # set while a client subscribes to snapshots
         self._failure: str | None = None
 
     @property
     def has_unfinished(self) -> bool:
         return bool(self._sequences)
+
+    @property
+    def wait_seconds(self) -> float:
+        """How long to wait before the next step; 0 unless all sequences are postponed."""
+        return POLL_SECONDS * self._num_polls
 
     def check(self, request: Request) -> None:
         """Raise RequestError if the request can never run. Safe in any thread."""
@@ -116,7 +121,6 @@ class EngineCore:
         if not self._in_flight and oldest is None and self._sequences:
             assert self.scheduler.postponed, "sequences are waiting, but nothing runs"
             self._num_polls = min(self._num_polls + 1, MAX_FACTOR)
-            sleep(POLL_SECONDS * self._num_polls)
         else:
             self._num_polls = 0
         return outputs

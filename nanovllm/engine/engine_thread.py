@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from queue import Empty, SimpleQueue
+from time import sleep
 from typing import Any, TypeVar
 
 from nanovllm.config import EngineConfig, ModelConfig
@@ -78,6 +79,7 @@ class EngineThread:
         self.client: EngineClient[BlockingQueue] = EngineClient(input_processor.tokenizer)
         # The requests from `add_request`, which run only in `step` and beside others.
         self._added = Stream(core, BlockingQueue(max_unread=0))
+        self._added_error: EngineError | None = None  # raised by `step` after their last pieces
         self._is_closed = False
         self._process = os.getpid()
         self._commands: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
@@ -148,7 +150,9 @@ class EngineThread:
         self.input_processor.close()
         self.core.executor.close()  # kills workers that hang, which unblocks the thread
         self._join(None)
-        while not self._commands.empty():  # break reference cycles between commands and the engine
+        # Break reference cycles between commands and the engine. A thread that closes its own
+        # engine still needs the command that ends it.
+        while not self._thread.is_alive() and not self._commands.empty():
             self._commands.get()
 
     def raise_if_closed(self) -> None:
@@ -167,12 +171,24 @@ class EngineThread:
 
         They include pieces of steps that ran for other callers since the previous call.
         """
-        step, pieces = self._step(), self._take_added()
+        step, error = EngineCoreOutputs([], [], []), self._added_error
+        if error is None:
+            sleep(self.core.wait_seconds)
+            try:
+                step = self._step()
+            except BaseException:
+                self._added_error = None  # the caller gets the error itself
+                raise
+        pieces = self._take_added()
+        if error is not None and not pieces:
+            self._added_error = None
+            raise error
         finished = [piece.output for piece in pieces if piece.output is not None]
         return StepOutput(finished, pieces, step.num_prefill_tokens, step.num_decode_tokens)
 
     def is_finished(self) -> bool:
-        return not self.core.has_unfinished and self._added.queue.steps.empty()
+        is_read = self._added.queue.steps.empty() and self._added_error is None
+        return is_read and not self.core.has_unfinished
 
     def abort(self, request_id: int | str) -> RequestOutput | None:
         """Abort a request, given its seq_id or request_id; return its partial output, if any.
@@ -192,6 +208,7 @@ class EngineThread:
         """Abort every request; return their partial outputs."""
         outputs = [self.abort(seq_id) for seq_id in list(self.client.owners)]
         self._take_added()
+        self._added_error = None
         return [output for output in outputs if output is not None]
 
     def _wait(self, results: SimpleQueue[T | BaseException]) -> T:
@@ -234,34 +251,40 @@ class EngineThread:
                 self._fail(error)
 
     def _wait_seconds(self) -> float | None:
-        return 0.0 if any(stream.queue.wants_step for stream in self.client.streams) else None
+        wants_step = any(stream.queue.wants_step for stream in self.client.streams)
+        return self.core.wait_seconds if wants_step else None
 
     def _step(self) -> EngineCoreOutputs:
         self.raise_if_closed()
-        step = self.core.step()
-        _deliver(self.client.collect(step, self.core))
+        try:
+            step = self.core.step()
+            _deliver(self.client.collect(step, self.core))
+        except BaseException as error:
+            self._fail(error)
+            raise
         return step
 
     def _take_added(self) -> Pieces:
-        """Return the unread pieces of requests from `add_request`; raise the error, if any."""
+        """Return the unread pieces of requests from `add_request`."""
         pieces: Pieces = []
-        steps = self._added.queue.steps
-        while not steps.empty():
-            step = steps.get()
-            if isinstance(step, BaseException):
-                try:
-                    raise step
-                finally:
-                    del step  # break the reference cycle, as in `_wait`
-            pieces += step
+        while not self._added.queue.steps.empty():
+            new = self._added.queue.steps.get()
+            assert isinstance(new, list)
+            pieces += new
         return pieces
 
     def _fail(self, error: BaseException) -> None:
-        """Fail all streams: the first gets the error itself, the others an EngineError about it."""
+        """Fail all streams.
+
+        The first caller that waits gets the error itself, the others an EngineError about it.
+        """
         message = f"the engine failed: {error!r}"
         for stream in self.client.fail(self.core):
-            stream.queue.steps.put(error)
-            error = EngineError(message)
+            if stream is self._added:
+                self._added_error = EngineError(message)
+            else:
+                stream.queue.steps.put(error)
+                error = EngineError(message)
 
     def _add(self, stream: Stream[BlockingQueue], states: list[RequestState]) -> None:
         try:

@@ -30,9 +30,10 @@ def left_out(part: Mapping[str, Any]) -> str:
 def with_text_only(turns: Sequence[Turn], path: Callable[[int], str]) -> list[Turn]:
     """Replace parts that are not text, and incomplete calls, in the history.
 
-    The history is everything but the last user turn and leading system turns. An error about it
-    would come back with every later request, and so end the conversation. Elsewhere, parts that are
-    not text raise RequestError. `path` returns the path of a turn's content in the request.
+    The history is everything but the last user turn and leading system turns; without a user turn,
+    it is the tool results. An error about it would come back with every later request, and so end
+    the conversation. Elsewhere, parts that are not text raise RequestError. `path` returns the path
+    of a turn's content in the request.
     """
     users = [i for i, turn in enumerate(turns) if turn["role"] == "user"]
     written = []

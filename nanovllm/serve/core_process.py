@@ -98,8 +98,10 @@ class CoreLoop:
         return self.core.has_unfinished and (self._observer is None or self._observer.may_step)
 
     def _wait_seconds(self) -> float:
-        if self._finished or self._may_step:
+        if self._finished:
             return 0.0
+        if self._may_step:
+            return self.core.wait_seconds
         interval = None if self._observer is None else self._observer.interval
         return interval or IDLE_SECONDS
 

@@ -207,6 +207,24 @@ def test_a_paused_stream_may_be_collected_by_the_engine_itself(path: Path) -> No
         assert_idle(llm)
 
 
+def test_an_engine_may_be_collected_in_its_own_thread(path: Path) -> None:
+    def leave_a_cycle() -> tuple[threading.Thread, threading.Event]:
+        llm, may_collect = make_llm(path), threading.Event()
+        cycle: list[Any] = [llm]
+        cycle.append(cycle)
+        llm.engine._commands.put(lambda: (may_collect.wait(), gc.collect()))
+        return llm.engine._thread, may_collect
+
+    gc.disable()
+    try:
+        thread, may_collect = leave_a_cycle()
+        may_collect.set()
+        thread.join(30)
+    finally:
+        gc.enable()
+    assert not thread.is_alive()
+
+
 def test_an_error_of_the_tokenizer_fails_the_calls_and_not_the_engine(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,14 +252,65 @@ def test_an_error_in_the_step_of_another_call_reaches_added_requests(
         want = generate(llm)
         llm.add_request([1, 2, 3], GREEDY)
         monkeypatch.setattr(llm.engine.client, "collect", None)
-        with pytest.raises(EngineError, match="not callable"):
+        with pytest.raises(
+            TypeError, match="not callable"
+        ):  # it waits, so it gets the error itself
             list(llm.stream(PROMPTS, GREEDY))
         monkeypatch.undo()
         assert not llm.is_finished()
-        with pytest.raises(TypeError, match="not callable"):
+        with pytest.raises(EngineError, match="not callable"):
             llm.step()
         assert_idle(llm)
         assert generate(llm) == want
+
+
+def test_outputs_before_an_error_are_returned(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    with make_llm(path) as llm:
+        seq_id = llm.add_request([1, 2, 3], GREEDY)
+        stream = llm.stream([4, 5, 6], long)
+        llm.add_request([7, 8], long)
+        for _ in range(10):
+            next(stream)
+        monkeypatch.setattr(llm.engine.client, "collect", None)
+        with pytest.raises(TypeError):
+            list(stream)
+        monkeypatch.undo()
+        assert [output.seq_id for output in llm.step().finished] == [seq_id]
+        assert not llm.is_finished()
+        with pytest.raises(EngineError, match="not callable"):
+            llm.step()
+        assert_idle(llm)
+
+
+def test_aborting_everything_also_ends_what_has_failed(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with make_llm(path) as llm:
+        llm.add_request([1, 2, 3], GREEDY)
+        monkeypatch.setattr(llm.engine.client, "collect", None)
+        with pytest.raises(TypeError):
+            generate(llm)
+        monkeypatch.undo()
+        assert llm.abort_all() == []
+        assert_idle(llm)
+
+
+def test_an_error_in_a_step_of_one_caller_ends_the_wait_of_others(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    with make_llm(path) as llm:
+        stream = llm.stream([4, 5, 6], long)
+        next(stream)  # then the engine pauses, as nobody reads
+        llm.add_request([1, 2, 3], GREEDY)
+        monkeypatch.setattr(llm.engine.client, "collect", None)
+        with pytest.raises(TypeError):
+            llm.step()
+        monkeypatch.undo()
+        with pytest.raises((TypeError, EngineError)):
+            list(stream)
+        assert_idle(llm)
 
 
 LAST_WORDS = """

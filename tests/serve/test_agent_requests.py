@@ -305,12 +305,15 @@ def test_pictures_in_the_history_become_text(
         {**OUTPUT, "output": None},
         {**OUTPUT, "output": {"exit_code": 0}},
         {"role": "assistant", "content": None},
+        {"type": "reasoning", "content": [{"type": "text", "text": "thought"}]},
     ],
     ids=str,
 )
 def test_odd_items_do_not_end_the_conversation(fake: Running, item: dict[str, Any]) -> None:
     respond(fake, input=[ASK, item, ASK])
-    assert ("exit_code" in prompt_of(fake)) == (item.get("output") is not None)
+    prompt = prompt_of(fake)
+    assert ("exit_code" in prompt) == (item.get("output") is not None)
+    assert "left out" not in prompt
 
 
 @pytest.mark.parametrize(

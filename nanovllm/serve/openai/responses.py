@@ -39,7 +39,7 @@ SHARED = {"model", "temperature", "top_p", "seed", "parallel_tool_calls", "strea
 INCLUDED_LOGPROBS = "message.output_text.logprobs"
 ROLES = ("user", "assistant", "system", "developer")
 TEXT_TYPES = ("input_text", "output_text", "text")
-REASONING_TYPES = ("reasoning_text", "summary_text")
+REASONING_TYPES = ("reasoning_text", "summary_text", "text")
 ADDED_TOOLS = ("tool_search_output", "additional_tools")  # items that contain tools
 KNOWN_ITEMS = (
     *("message", "reasoning", "compaction", *ADDED_TOOLS),
