@@ -302,10 +302,10 @@ def test_an_error_in_a_step_of_one_caller_ends_the_wait_of_others(
     long = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     with make_llm(path) as llm:
         stream = llm.stream([4, 5, 6], long)
-        next(stream)  # then the engine pauses, as nobody reads
+        next(stream)
         llm.add_request([1, 2, 3], GREEDY)
         monkeypatch.setattr(llm.engine.client, "collect", None)
-        with pytest.raises(TypeError):
+        with pytest.raises((TypeError, EngineError)):  # one of the two steps first
             llm.step()
         monkeypatch.undo()
         with pytest.raises((TypeError, EngineError)):
