@@ -26,7 +26,7 @@ from nanovllm.ops.tp_group import TPGroup
 from nanovllm.worker import host_memory as cpu
 from nanovllm.worker import load_model
 from nanovllm.worker.input_batch import InputBatch
-from nanovllm.worker.memory_check import estimate_memory
+from nanovllm.worker.memory_plan import check_memory, estimate_memory
 from nanovllm.worker.profile_run import largest_counts
 from tests.checkpoints import TinyCheckpoint
 from tests.devices import cpu_device
@@ -72,13 +72,15 @@ def test_tables_are_counted(num_slots: int, max_len: int) -> None:
     assert held <= estimate_memory(config, model, build(TPGroup())).tables + 4 * max_len <= 2 * held
 
 
-def test_blocks_are_counted() -> None:
-    model = read_config(saved("llama"))
-    block_bytes = 2 * 2 * 16 * 2 * 24 * 4  # k and v: layers, tokens, heads, dim, float32
-    for num_blocks, counted in ((-1, 1), (1, 1), (1000, 1000)):
-        config = EngineConfig("m", num_kvcache_blocks=num_blocks, kvcache_block_size=16)
-        needs = estimate_memory(config, model, build(TPGroup()))
-        assert counted * block_bytes <= needs.cache <= 1.1 * counted * block_bytes
+def test_blocks_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "_meminfo", lambda name: 0)
+    model, context = read_config(saved("llama")), build(TPGroup())
+    block_bytes = 2 * 2 * (1 << 20) * 2 * 24 * 4  # k and v: layers, tokens, heads, dim, float32
+    for num_blocks, size in ((-1, "0.75"), (1, "0.75"), (1000, "750.00")):
+        config = EngineConfig("m", num_kvcache_blocks=num_blocks, kvcache_block_size=1 << 20)
+        assert estimate_memory(config, model, context).block == block_bytes
+        with pytest.raises(ConfigError, match=rf"cache {size}, .* lower num_kvcache_blocks"):
+            check_memory(config, model, cpu_device(), context)
 
 
 @pytest.mark.usefixtures("small_machine")
