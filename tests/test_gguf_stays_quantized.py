@@ -23,7 +23,7 @@ from nanovllm.models.registry import read_config
 from nanovllm.ops.tp_group import ALONE
 from nanovllm.worker import check_model, load_model
 from nanovllm.worker.loader import LoadingLayers
-from nanovllm.worker.memory_plan import estimate_memory
+from nanovllm.worker.memory_needs import estimate_memory
 from nanovllm.worker.quantized_layouts import choose_layouts
 from tests.checkpoint import tiny_gguf
 from tests.checkpoint.tiny_gguf import hf_tensors, write_gguf

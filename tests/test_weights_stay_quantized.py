@@ -22,7 +22,7 @@ from nanovllm.ops.quantized_weight import QuantizedWeight
 from nanovllm.ops.torch_ops import TorchOps
 from nanovllm.ops.tp_group import ALONE
 from nanovllm.worker.loader import LoadingLayers
-from nanovllm.worker.memory_plan import estimate_memory
+from nanovllm.worker.memory_needs import estimate_memory
 from nanovllm.worker.quantized_layouts import choose_layouts
 from tests.checkpoint.tiny_quantized import (
     Kind,

@@ -14,7 +14,7 @@ from nanovllm.layers.shards import check_splits
 from nanovllm.models.registry import check_options, read_config_for
 from nanovllm.ops.torch_ops import TorchOps
 from nanovllm.worker.device_interface import Device
-from nanovllm.worker.memory_plan import check_memory
+from nanovllm.worker.memory_needs import check_memory
 from nanovllm.worker.quantized_layouts import choose_layouts
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from nanovllm.worker.forward import EagerForward, Sampled, StepLogits
     from nanovllm.worker.input_batch import InputBatch
     from nanovllm.worker.load_model import LoadedModel
-    from nanovllm.worker.memory_plan import MemoryPlan
+    from nanovllm.worker.memory_needs import MemoryNeeds
     from nanovllm.worker.model_runner import ModelRunner, Sampler
 
 
@@ -82,13 +82,13 @@ class Device(Protocol):
     def estimate_graphs(self, step_bytes: int) -> int:
         """Estimate, before `prepare`, the memory of graphs from that of the largest step."""
 
-    def cache_budget(self, plan: MemoryPlan) -> int:
+    def cache_budget(self, needs: MemoryNeeds) -> int:
         """Estimate, before `prepare`, how many bytes the KV cache and recurrent states may use."""
 
-    def cache_bytes(self, plan: MemoryPlan, wanted: int) -> int:
+    def cache_bytes(self, needs: MemoryNeeds, wanted: int) -> int:
         """Return how many of the `wanted` bytes the KV cache may use; log how that was computed."""
 
-    def check_cache_bytes(self, plan: MemoryPlan, num_bytes: int) -> None:
+    def check_cache_bytes(self, needs: MemoryNeeds, num_bytes: int) -> None:
         """Raise ConfigError if a KV cache of the configured size, `num_bytes`, cannot fit."""
 
     def allocate_cache(self, num_bytes: int) -> Tensor:
@@ -127,10 +127,10 @@ class Device(Protocol):
     def sampler(self, input_batch: InputBatch, vocab_size: int) -> Sampler:
         """Create the function that samples tokens from logits."""
 
-    def prepare(self, loaded: LoadedModel, largest_step: Callable[[], EagerForward]) -> MemoryPlan:
+    def prepare(self, loaded: LoadedModel, largest_step: Callable[[], EagerForward]) -> MemoryNeeds:
         """Compile the kernels for a loaded model; run `largest_step` to measure its peak memory.
 
-        Return the model's MemoryPlan with the memory that steps and graphs take.
+        Return the model's MemoryNeeds, with the memory that steps and graphs take.
         """
 
     def runner(self, eager: EagerForward) -> ModelRunner:

@@ -36,7 +36,7 @@ from nanovllm.worker.sampler import TorchSampler
 
 if TYPE_CHECKING:
     from nanovllm.worker.load_model import LoadedModel
-    from nanovllm.worker.memory_plan import MemoryPlan
+    from nanovllm.worker.memory_needs import MemoryNeeds
 
 logger = logging.getLogger(__name__)
 
@@ -98,18 +98,18 @@ class TorchDevice:
     def estimate_graphs(self, step_bytes: int) -> int:
         return 0
 
-    def cache_budget(self, plan: MemoryPlan) -> int:
+    def cache_budget(self, needs: MemoryNeeds) -> int:
         # The other three quarters are left to steps and other processes.
         return available_memory() // 4 // self.num_ranks - self._allocated_bytes
 
-    def cache_bytes(self, plan: MemoryPlan, wanted: int) -> int:
-        share = self.cache_budget(plan)
+    def cache_bytes(self, needs: MemoryNeeds, wanted: int) -> int:
+        share = self.cache_budget(needs)
         granted = min(wanted, share)
         text = "KV cache: %.2f GiB (all sequences at full length: %.2f, a quarter of memory: %.2f)"
         logger.info(text, granted / GIB, wanted / GIB, share / GIB)
         return granted
 
-    def check_cache_bytes(self, plan: MemoryPlan, num_bytes: int) -> None:
+    def check_cache_bytes(self, needs: MemoryNeeds, num_bytes: int) -> None:
         """Accept any size: pages are allocated on first use."""
 
     def allocate_cache(self, num_bytes: int) -> Tensor:
@@ -137,8 +137,8 @@ class TorchDevice:
     def sampler(self, input_batch: InputBatch, vocab_size: int) -> TorchSampler:
         return TorchSampler(input_batch, self.group)
 
-    def prepare(self, loaded: LoadedModel, largest_step: Callable[[], EagerForward]) -> MemoryPlan:
-        return loaded.memory  # not measured: activations are small compared to host memory
+    def prepare(self, loaded: LoadedModel, largest_step: Callable[[], EagerForward]) -> MemoryNeeds:
+        return loaded.needs  # not measured: activations are small compared to host memory
 
     def runner(self, eager: EagerForward) -> ModelRunner:
         sampler = self.sampler(eager.input_batch, eager.model.lm_head.vocab_size)

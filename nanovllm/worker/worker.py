@@ -20,15 +20,15 @@ from nanovllm.worker.device_interface import Device
 from nanovllm.worker.input_batch import InputBatch
 from nanovllm.worker.kv_cache import agree
 from nanovllm.worker.load_model import load_model
-from nanovllm.worker.memory_plan import MemoryPlan, choose_num_blocks
+from nanovllm.worker.memory_needs import MemoryNeeds, choose_num_blocks
 from nanovllm.worker.model_runner import ModelRunner
 
 
 class WorkerPart(Protocol):
     """What a feature adds to a worker."""
 
-    def load(self, worker: Worker) -> MemoryPlan:
-        """Load models or weights; return what they take of the memory."""
+    def load(self, worker: Worker) -> MemoryNeeds:
+        """Load models or weights; return what they need of the memory."""
 
     def attach(self, runner: ModelRunner, num_blocks: int, input_batch: InputBatch) -> None:
         """Add stages to the runner."""
@@ -96,11 +96,11 @@ class Worker:
 
     def _start(self) -> ExecutorInfo:
         config, device = self.config, self.device
-        parts = [part.load(self) for part in self.parts]
+        added = [part.load(self) for part in self.parts]
         target = load_model(config, self.model_config, self.checkpoint, device)
         counts = None if target.state_cache is None else target.state_cache.counts
-        plan = reduce(MemoryPlan.including, parts, target.memory)
-        num_blocks = agree(choose_num_blocks(config, plan, device), device)
+        needs = reduce(MemoryNeeds.including, added, target.needs)
+        num_blocks = agree(choose_num_blocks(config, needs, device), device)
         sizes = target.num_slots, config.max_model_len, config.kvcache_block_size
         input_batch = InputBatch(device, *sizes)
         self.runner = target.runner(num_blocks, input_batch)

@@ -26,8 +26,8 @@ from nanovllm.ops.tp_group import TPGroup
 from nanovllm.worker import host_memory as cpu
 from nanovllm.worker import load_model
 from nanovllm.worker.input_batch import InputBatch
-from nanovllm.worker.memory_plan import (
-    MemoryPlan,
+from nanovllm.worker.memory_needs import (
+    MemoryNeeds,
     check_memory,
     choose_num_blocks,
     estimate_memory,
@@ -89,19 +89,19 @@ def test_blocks_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small_machine")
-def test_the_number_of_blocks_follows_from_the_plan() -> None:
+def test_the_number_of_blocks_follows_from_the_needs() -> None:
     """On a CPU, the KV cache gets a quarter of the free memory: 1.5 GiB."""
-    model = MemoryPlan(weights=GIB, tables=1, states=1, block=GIB >> 3, step=GIB, graphs=GIB)
-    plan = model.including(MemoryPlan(GIB, 1, 1, block=GIB >> 4, step=GIB, graphs=1))
-    assert plan == replace(model, block=3 * GIB >> 4, graphs=GIB + 1)
+    model = MemoryNeeds(weights=GIB, tables=1, states=1, block=GIB >> 3, step=GIB, graphs=GIB)
+    needs = model.including(MemoryNeeds(GIB, 1, 1, block=GIB >> 4, step=GIB, graphs=1))
+    assert needs == replace(model, block=3 * GIB >> 4, graphs=GIB + 1)
     device = cpu_device()
     for options, num_blocks in (
         ({}, 8),
         ({"max_num_seqs": 1, "max_model_len": 64, "kvcache_block_size": 16}, 4),
         ({"num_kvcache_blocks": 1000}, 1000),
     ):
-        assert choose_num_blocks(EngineConfig("m", **options), plan, device) == num_blocks
-    config, large = EngineConfig("m", kvcache_block_size=64), replace(plan, block=2 * GIB)
+        assert choose_num_blocks(EngineConfig("m", **options), needs, device) == num_blocks
+    config, large = EngineConfig("m", kvcache_block_size=64), replace(needs, block=2 * GIB)
     with pytest.raises(ConfigError, match=r"one block of 64 tokens takes 2,147,483,648 bytes"):
         choose_num_blocks(config, large, device)
 

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from nanovllm.devices.cuda.persistent.persistent_step import PersistentStep
     from nanovllm.models.registry import Model
     from nanovllm.worker.load_model import LoadedModel
-    from nanovllm.worker.memory_plan import MemoryPlan
+    from nanovllm.worker.memory_needs import MemoryNeeds
 
 logger = logging.getLogger(__name__)
 
@@ -146,17 +146,17 @@ class CudaDevice:
     def estimate_graphs(self, step_bytes: int) -> int:
         return step_bytes + DRIVER_BYTES if self.uses_graphs else 0
 
-    def cache_budget(self, plan: MemoryPlan) -> int:
-        return max(self._account(self.memory(), plan).room, 0)
+    def cache_budget(self, needs: MemoryNeeds) -> int:
+        return max(self._account(self.memory(), needs).room, 0)
 
-    def cache_bytes(self, plan: MemoryPlan, wanted: int) -> int:
-        account = self._account(self._unreserved(), plan)
+    def cache_bytes(self, needs: MemoryNeeds, wanted: int) -> int:
+        account = self._account(self._unreserved(), needs)
         granted = account.grant(wanted)
         logger.info("KV cache: %.2f GiB (%s)", granted / GIB, account)
         return granted
 
-    def check_cache_bytes(self, plan: MemoryPlan, num_bytes: int) -> None:
-        self._account(self._unreserved(), plan).check(num_bytes)
+    def check_cache_bytes(self, needs: MemoryNeeds, num_bytes: int) -> None:
+        self._account(self._unreserved(), needs).check(num_bytes)
 
     def allocate_cache(self, num_bytes: int) -> Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8, device=self.torch_device)
@@ -265,7 +265,7 @@ class CudaDevice:
     def sampler(self, input_batch: InputBatch, vocab_size: int) -> TritonSampler:
         return TritonSampler(input_batch, vocab_size, self.group)
 
-    def prepare(self, loaded: LoadedModel, largest_step: Callable[[], EagerForward]) -> MemoryPlan:
+    def prepare(self, loaded: LoadedModel, largest_step: Callable[[], EagerForward]) -> MemoryNeeds:
         model, graph_bytes = loaded.model, 0
         if isinstance(model, DecoderModel):
             if self.uses_graphs:
@@ -274,7 +274,7 @@ class CudaDevice:
         step_bytes = self.profile(largest_step)
         if self.uses_graphs:
             graph_bytes = self._count_graph_bytes(model, loaded.num_slots, step_bytes)
-        return replace(loaded.memory, step=step_bytes, graphs=graph_bytes)
+        return replace(loaded.needs, step=step_bytes, graphs=graph_bytes)
 
     def runner(self, eager: EagerForward) -> ModelRunner:
         if not self.uses_graphs:
@@ -369,6 +369,6 @@ class CudaDevice:
         """Return the memory, without the gaps in torch's segments: the KV cache fits in none."""
         return Memory(*torch.cuda.mem_get_info(self.torch_device))
 
-    def _account(self, memory: Memory, plan: MemoryPlan) -> MemoryAccount:
+    def _account(self, memory: Memory, needs: MemoryNeeds) -> MemoryAccount:
         held, share = memory.total - memory.free, self.config.gpu_memory_utilization
-        return MemoryAccount(memory.total, share, held, plan.step, plan.graphs)
+        return MemoryAccount(memory.total, share, held, needs.step, needs.graphs)

@@ -1,6 +1,6 @@
-"""The plan of a rank's memory: estimated before a model is loaded, then measured by the device.
+"""What a model needs of a rank's memory: estimated before it is loaded, then measured.
 
-The plan determines whether the model fits, and how many blocks the KV cache has.
+This determines whether the model fits, and how many blocks the KV cache has.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ REMEDIES = {
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryPlan:
-    """What a model takes of a rank's memory, in bytes.
+class MemoryNeeds:
+    """What a model needs of a rank's memory, in bytes.
 
     `check_memory` estimates all parts before loading. Once the weights are loaded, `Device.prepare`
     measures a step, from which it computes `graphs`.
@@ -44,8 +44,8 @@ class MemoryPlan:
     step: int  # activations and logits of the largest step
     graphs: int
 
-    def including(self, part: MemoryPlan) -> MemoryPlan:
-        """Add what a WorkerPart takes besides its weights, which are already loaded.
+    def including(self, part: MemoryNeeds) -> MemoryNeeds:
+        """Add what a WorkerPart needs besides its weights, which are already loaded.
 
         Its steps reuse the memory of the model's, and are assumed to need less.
         """
@@ -54,17 +54,17 @@ class MemoryPlan:
 
 def check_memory(
     config: EngineConfig, model: ModelConfig, device: Device, build: BuildContext
-) -> MemoryPlan:
-    """Return the estimated plan; raise ConfigError if the model does not fit."""
-    plan = estimate_memory(config, model, build)
-    if device.has_room_for_copy(plan.weights):  # weights are then kept in two layouts
-        plan = replace(plan, weights=2 * plan.weights)
+) -> MemoryNeeds:
+    """Estimate what a model needs; raise ConfigError if it does not fit."""
+    needs = estimate_memory(config, model, build)
+    if device.has_room_for_copy(needs.weights):  # weights are then kept in two layouts
+        needs = replace(needs, weights=2 * needs.weights)
     num_blocks = max(config.num_kvcache_blocks, 1)
     sizes = {
-        "weights": plan.weights,
-        "tables": plan.tables,
-        "cache": plan.states + num_blocks * (plan.block + HOST_BYTES),
-        "step": plan.step,
+        "weights": needs.weights,
+        "tables": needs.tables,
+        "cache": needs.states + num_blocks * (needs.block + HOST_BYTES),
+        "step": needs.step,
     }
     memory = device.memory()
     total, largest = sum(sizes.values()), max(sizes, key=sizes.__getitem__)
@@ -77,10 +77,10 @@ def check_memory(
             f"{memory.total / GIB:,.2f} are free{each}; {REMEDIES[largest]}"
         )
     # Graphs are left out of the check, which must accept what can run: their estimate is generous.
-    return replace(plan, graphs=device.estimate_graphs(plan.step))
+    return replace(needs, graphs=device.estimate_graphs(needs.step))
 
 
-def estimate_memory(config: EngineConfig, model: ModelConfig, build: BuildContext) -> MemoryPlan:
+def estimate_memory(config: EngineConfig, model: ModelConfig, build: BuildContext) -> MemoryNeeds:
     """Return the least memory that a model needs, except for graphs, without allocating any."""
     shapes = build_model(model, 1, replace(build, device=torch.device("meta")))
     if build.layouts is not None:  # `expected_tensors` creates the quantized parameters
@@ -96,7 +96,7 @@ def estimate_memory(config: EngineConfig, model: ModelConfig, build: BuildContex
     num_tokens = min(config.max_num_batched_tokens, config.max_num_rows * max_len)
     logits = min(config.max_num_rows, num_tokens) * model.vocab_size  # float32
     activations = num_tokens * _elements_per_token(model, build.group.size)
-    return MemoryPlan(
+    return MemoryNeeds(
         weights=sum(parameter.nbytes for parameter in shapes.parameters()),
         tables=config.max_num_rows * slot_bytes + num_ropes * max_len * model.head_dim * 4,
         states=state_bytes,
@@ -114,20 +114,20 @@ def _elements_per_token(model: ModelConfig, num_ranks: int) -> int:
     return 2 * model.hidden_size + 3 * size // num_ranks
 
 
-def choose_num_blocks(config: EngineConfig, plan: MemoryPlan, device: Device) -> int:
+def choose_num_blocks(config: EngineConfig, needs: MemoryNeeds, device: Device) -> int:
     """Return the configured number of blocks, or by default as many as fit in memory.
 
     The default is at most the number that `max_num_seqs` sequences of full length need.
     """
     if config.num_kvcache_blocks != -1:
-        device.check_cache_bytes(plan, config.num_kvcache_blocks * plan.block)
+        device.check_cache_bytes(needs, config.num_kvcache_blocks * needs.block)
         return config.num_kvcache_blocks
     blocks_per_seq = -(-config.max_model_len // config.kvcache_block_size)
-    wanted = config.max_num_seqs * blocks_per_seq * plan.block
-    num_blocks = device.cache_bytes(plan, wanted) // plan.block
+    wanted = config.max_num_seqs * blocks_per_seq * needs.block
+    num_blocks = device.cache_bytes(needs, wanted) // needs.block
     if num_blocks < 1:
         raise ConfigError(
             f"no room for a KV cache: one block of {config.kvcache_block_size} tokens takes "
-            f"{plan.block:,} bytes; free memory, or use a smaller kvcache_block_size"
+            f"{needs.block:,} bytes; free memory, or use a smaller kvcache_block_size"
         )
     return num_blocks
