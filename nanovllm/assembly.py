@@ -78,7 +78,7 @@ def engine_config(model: object, options: Mapping[str, Any]) -> EngineConfig:
 def resolve_model(config: EngineConfig) -> ResolvedModel:
     """Find the model, and check that it can run here before its weights are downloaded."""
     from nanovllm.models.registry import read_config_for
-    from nanovllm.worker.memory_check import check_model
+    from nanovllm.worker.check_model import check_model
 
     device = _check_device(config)
 

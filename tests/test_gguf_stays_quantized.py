@@ -21,8 +21,8 @@ from nanovllm.devices.cpu.kernels import interpreter
 from nanovllm.layers.build import BuildContext
 from nanovllm.models.registry import read_config
 from nanovllm.ops.tp_group import ALONE
-from nanovllm.worker import load_model
-from nanovllm.worker import memory_check as memory
+from nanovllm.worker import check_model, load_model
+from nanovllm.worker.memory_needs import estimate_memory
 from nanovllm.worker.quantized_layouts import choose_layouts
 from tests.checkpoint import tiny_gguf
 from tests.checkpoint.tiny_gguf import hf_tensors, write_gguf
@@ -49,7 +49,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def run_dequantized(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], Any]:
     def dequantized(path: Path, **options: Any) -> Any:
         with monkeypatch.context() as patch:
-            for module in (load_model, memory):
+            for module in (load_model, check_model):
                 patch.setattr(module, "choose_layouts", lambda *_: None)
             return run(path, **options)
 
@@ -188,7 +188,7 @@ def test_needs_count_quant_blocks(tmp_path: Path, kept: Kept) -> None:
     build = BuildContext(device.torch_device, torch.float32, None, None, ALONE, layouts)  # type: ignore[arg-type]
     run(path)
     norms = (2 * 2 + 1) * 64 * 4
-    assert memory.estimate_memory(config, model, build).weights == num_bytes(kept) + norms
+    assert estimate_memory(config, model, build).weights == num_bytes(kept) + norms
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True])

@@ -20,7 +20,7 @@ from nanovllm.ops.interface import NormWeights, ResidualStream
 from nanovllm.ops.quantized_weight import QuantizedWeight
 from nanovllm.ops.torch_ops import TorchOps
 from nanovllm.ops.tp_group import ALONE
-from nanovllm.worker import memory_check as memory
+from nanovllm.worker.memory_needs import estimate_memory
 from nanovllm.worker.quantized_layouts import choose_layouts
 from tests.checkpoint.tiny_quantized import fp8_block_kind, write_twins
 from tests.checkpoints import make_checkpoint
@@ -186,7 +186,7 @@ def test_needs_count_quantized_weights(checkpoint_root: Path, kept: Kept) -> Non
     for stored in (checkpoint.config, checkpoint):
         chosen = choose_layouts(config, stored, device, dtype)
         build = BuildContext(device.torch_device, dtype, None, None, ALONE, chosen)  # type: ignore[arg-type]
-        needs.append(memory.estimate_memory(config, model, build).weights)
+        needs.append(estimate_memory(config, model, build).weights)
     words = 2 * (64 * (64 + 2 * 32 + 64) + 3 * 64 * 128)  # inputs are padded to blocks of 128
     assert needs[1] < words * 2 + 2 * 99 * 64 * 2 + 20_000
     assert needs[0] >= needs[1], "the head is not known to be quantized before it is seen"

@@ -117,8 +117,7 @@ def summarize(name: str, times: dict[str, list[Times]], num_tokens: int) -> str:
 def serve_side(args: argparse.Namespace) -> None:
     """Run the loads from standard input in this process."""
     from nanovllm import LLM, SamplingParams
-    from nanovllm.worker import load_model
-    from nanovllm.worker import memory_check as memory
+    from nanovllm.worker import check_model, load_model
 
     options = {"max_num_seqs": 16, "max_model_len": 1024, "enable_prefix_caching": False}
     if args.side == "stored":
@@ -126,7 +125,7 @@ def serve_side(args: argparse.Namespace) -> None:
     else:
         patches = [
             mock.patch.object(module, "choose_layouts", return_value=None)
-            for module in (memory, load_model)
+            for module in (check_model, load_model)
         ]
         with patches[0], patches[1]:
             llm = LLM(args.model, dtype="bfloat16", **options)

@@ -17,12 +17,12 @@ from nanovllm.engine.step import IntColumn, Pending, StepPlan
 if TYPE_CHECKING:
     from nanovllm.attention.backend import AttentionBackend
     from nanovllm.config import EngineConfig
-    from nanovllm.models.registry import Model
     from nanovllm.ops.interface import Ops
     from nanovllm.ops.tp_group import TPGroup
     from nanovllm.worker.forward import EagerForward, Sampled, StepLogits
     from nanovllm.worker.input_batch import InputBatch
-    from nanovllm.worker.kv_cache import KVCacheSpec
+    from nanovllm.worker.load_model import LoadedModel
+    from nanovllm.worker.memory_needs import MemoryNeeds
     from nanovllm.worker.model_runner import ModelRunner, Sampler
 
 
@@ -79,16 +79,16 @@ class Device(Protocol):
     def has_room_for_copy(self, num_bytes: int) -> bool:
         """Return whether weights of `num_bytes` may be kept in two layouts at once."""
 
-    def cache_budget(self, step_bytes: int) -> int:
-        """Estimate, before `prepare`, how many bytes the KV cache and recurrent states may use.
+    def estimate_graphs(self, step_bytes: int) -> int:
+        """Estimate, before `prepare`, the memory of graphs from that of the largest step."""
 
-        `step_bytes` is the estimated memory of the largest step.
-        """
+    def cache_budget(self, needs: MemoryNeeds) -> int:
+        """Estimate, before `prepare`, how many bytes the KV cache and recurrent states may use."""
 
-    def cache_bytes(self, wanted: int) -> int:
+    def cache_bytes(self, needs: MemoryNeeds, wanted: int) -> int:
         """Return how many of the `wanted` bytes the KV cache may use; log how that was computed."""
 
-    def check_cache_bytes(self, num_bytes: int) -> None:
+    def check_cache_bytes(self, needs: MemoryNeeds, num_bytes: int) -> None:
         """Raise ConfigError if a KV cache of the configured size, `num_bytes`, cannot fit."""
 
     def allocate_cache(self, num_bytes: int) -> Tensor:
@@ -127,10 +127,11 @@ class Device(Protocol):
     def sampler(self, input_batch: InputBatch, vocab_size: int) -> Sampler:
         """Create the function that samples tokens from logits."""
 
-    def prepare(
-        self, model: Model, cache: KVCacheSpec, largest_step: Callable[[], EagerForward]
-    ) -> None:
-        """Compile the kernels for a loaded model; run `largest_step` to measure its peak memory."""
+    def prepare(self, loaded: LoadedModel, largest_step: Callable[[], EagerForward]) -> MemoryNeeds:
+        """Compile the kernels for a loaded model; run `largest_step` to measure its peak memory.
+
+        Return the model's MemoryNeeds, with the memory that steps and graphs take.
+        """
 
     def runner(self, eager: EagerForward) -> ModelRunner:
         """Create the ModelRunner; it replays captured graphs where that is faster."""

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from nanovllm.config import EngineConfig, ModelConfig
-from nanovllm.errors import ConfigError
 from nanovllm.layers.shards import split_kv_heads
 from nanovllm.ops.fp8 import FP8
 from nanovllm.ops.interface import LayerCache
@@ -64,25 +63,6 @@ def kv_cache_spec(
     if config.kv_cache_dtype != "auto":
         dtype = FP8
     return KVCacheSpec(num_layers, config.kvcache_block_size, num_kv_heads, model.head_dim, dtype)
-
-
-def choose_num_blocks(config: EngineConfig, block_bytes: int, device: Device) -> int:
-    """Return the configured number of blocks, or by default as many as fit in memory.
-
-    The default is at most the number that `max_num_seqs` sequences of full length need.
-    """
-    if config.num_kvcache_blocks != -1:
-        device.check_cache_bytes(config.num_kvcache_blocks * block_bytes)
-        return config.num_kvcache_blocks
-    blocks_per_seq = -(-config.max_model_len // config.kvcache_block_size)
-    wanted = config.max_num_seqs * blocks_per_seq * block_bytes
-    num_blocks = device.cache_bytes(wanted) // block_bytes
-    if num_blocks < 1:
-        raise ConfigError(
-            f"no room for a KV cache: one block of {config.kvcache_block_size} tokens takes "
-            f"{block_bytes:,} bytes; free memory, or use a smaller kvcache_block_size"
-        )
-    return num_blocks
 
 
 def agree(number: int, device: Device) -> int:

@@ -21,7 +21,7 @@ from nanovllm.worker.forward import EagerForward
 from nanovllm.worker.input_batch import InputBatch
 from nanovllm.worker.kv_cache import KVCacheSpec, kv_cache_spec
 from nanovllm.worker.loader import has_own_head, load_weights
-from nanovllm.worker.memory_check import check_memory, estimate_memory
+from nanovllm.worker.memory_needs import MemoryNeeds, check_memory
 from nanovllm.worker.model_runner import ModelRunner
 from nanovllm.worker.profile_run import profile_run
 from nanovllm.worker.quantized_layouts import choose_layouts
@@ -41,6 +41,7 @@ class LoadedModel:
     device: Device
     state_cache: StateCache | None  # set if the model has recurrent layers
     num_slots: int  # of the InputBatch
+    needs: MemoryNeeds
 
     def runner(self, num_blocks: int, input_batch: InputBatch) -> ModelRunner:
         """Allocate the KV cache, and create the runner."""
@@ -72,7 +73,7 @@ def load_model(
     if config.quantization is not None or is_quantized:
         layouts = choose_layouts(config, checkpoint, device, dtype)
     build = BuildContext(device.torch_device, dtype, attention, ops, device.group, layouts)
-    check_memory(config, model_config, device, build)
+    needs = check_memory(config, model_config, device, build)
     device.group.smallest(0, device.torch_device)  # barrier: no rank loads before all have checked
     model = _load_weights(config, model_config, checkpoint, device, build)
     if checkpoint.embedding is not None and config.load_format != "dummy":
@@ -82,13 +83,13 @@ def load_model(
     state_cache, num_slots = None, config.max_num_rows
     # Create the states before `prepare`: the profile run needs them.
     if model_config.recurrent is not None:
-        budget = device.cache_budget(estimate_memory(config, model_config, build).step)
+        budget = device.cache_budget(needs)
         recurrent = model_config.recurrent
         state_cache = create_state_cache(config, recurrent, dtype, spec, device, budget)
         num_slots = state_cache.counts.num_slots
-    loaded = LoadedModel(model, spec, attention, device, state_cache, num_slots)
-    device.prepare(model, spec, partial(profile_run, config, loaded))
-    return loaded
+    loaded = LoadedModel(model, spec, attention, device, state_cache, num_slots, needs)
+    needs = device.prepare(loaded, partial(profile_run, config, loaded))
+    return replace(loaded, needs=needs)
 
 
 def _load_weights(

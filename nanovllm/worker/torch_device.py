@@ -31,12 +31,12 @@ from nanovllm.worker.host_memory import (
     trim_malloc,
 )
 from nanovllm.worker.input_batch import InputBatch
-from nanovllm.worker.kv_cache import KVCacheSpec
 from nanovllm.worker.model_runner import ModelRunner
 from nanovllm.worker.sampler import TorchSampler
 
 if TYPE_CHECKING:
-    from nanovllm.models.registry import Model
+    from nanovllm.worker.load_model import LoadedModel
+    from nanovllm.worker.memory_needs import MemoryNeeds
 
 logger = logging.getLogger(__name__)
 
@@ -95,17 +95,21 @@ class TorchDevice:
         # The choice depends on total, not free, memory, so that outputs do not vary between runs.
         return num_bytes * self.num_ranks <= total_memory() // 8
 
-    def cache_budget(self, step_bytes: int = 0) -> int:
+    def estimate_graphs(self, step_bytes: int) -> int:
+        return 0
+
+    def cache_budget(self, needs: MemoryNeeds) -> int:
+        # The other three quarters are left to steps and other processes.
         return available_memory() // 4 // self.num_ranks - self._allocated_bytes
 
-    def cache_bytes(self, wanted: int) -> int:
-        share = self.cache_budget()
+    def cache_bytes(self, needs: MemoryNeeds, wanted: int) -> int:
+        share = self.cache_budget(needs)
         granted = min(wanted, share)
         text = "KV cache: %.2f GiB (all sequences at full length: %.2f, a quarter of memory: %.2f)"
         logger.info(text, granted / GIB, wanted / GIB, share / GIB)
         return granted
 
-    def check_cache_bytes(self, num_bytes: int) -> None:
+    def check_cache_bytes(self, needs: MemoryNeeds, num_bytes: int) -> None:
         """Accept any size: pages are allocated on first use."""
 
     def allocate_cache(self, num_bytes: int) -> Tensor:
@@ -133,10 +137,8 @@ class TorchDevice:
     def sampler(self, input_batch: InputBatch, vocab_size: int) -> TorchSampler:
         return TorchSampler(input_batch, self.group)
 
-    def prepare(
-        self, model: Model, cache: KVCacheSpec, largest_step: Callable[[], EagerForward]
-    ) -> None:
-        """Do nothing: activations are small compared to host memory."""
+    def prepare(self, loaded: LoadedModel, largest_step: Callable[[], EagerForward]) -> MemoryNeeds:
+        return loaded.needs  # not measured: activations are small compared to host memory
 
     def runner(self, eager: EagerForward) -> ModelRunner:
         sampler = self.sampler(eager.input_batch, eager.model.lm_head.vocab_size)

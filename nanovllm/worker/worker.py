@@ -6,6 +6,7 @@ The workers of a group get the same plans in the same order, and each runs its s
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from typing import Protocol
 
 import torch
@@ -17,16 +18,17 @@ from nanovllm.engine.step import Bitmasks, IntColumn, Pending, StepPlan, StepRes
 from nanovllm.errors import ConfigError
 from nanovllm.worker.device_interface import Device
 from nanovllm.worker.input_batch import InputBatch
-from nanovllm.worker.kv_cache import agree, choose_num_blocks
+from nanovllm.worker.kv_cache import agree
 from nanovllm.worker.load_model import load_model
+from nanovllm.worker.memory_needs import MemoryNeeds, choose_num_blocks
 from nanovllm.worker.model_runner import ModelRunner
 
 
 class WorkerPart(Protocol):
     """What a feature adds to a worker."""
 
-    def load(self, worker: Worker) -> int:
-        """Load models or weights; return the number of bytes that they add to a block."""
+    def load(self, worker: Worker) -> MemoryNeeds:
+        """Load models or weights; return what they need of the memory."""
 
     def attach(self, runner: ModelRunner, num_blocks: int, input_batch: InputBatch) -> None:
         """Add stages to the runner."""
@@ -94,11 +96,11 @@ class Worker:
 
     def _start(self) -> ExecutorInfo:
         config, device = self.config, self.device
-        block_bytes = sum(part.load(self) for part in self.parts)
+        added = [part.load(self) for part in self.parts]
         target = load_model(config, self.model_config, self.checkpoint, device)
         counts = None if target.state_cache is None else target.state_cache.counts
-        block_bytes += target.spec.block_bytes
-        num_blocks = agree(choose_num_blocks(config, block_bytes, device), device)
+        needs = reduce(MemoryNeeds.including, added, target.needs)
+        num_blocks = agree(choose_num_blocks(config, needs, device), device)
         sizes = target.num_slots, config.max_model_len, config.kvcache_block_size
         input_batch = InputBatch(device, *sizes)
         self.runner = target.runner(num_blocks, input_batch)

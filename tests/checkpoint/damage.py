@@ -26,8 +26,8 @@ from nanovllm.errors import NanovllmError
 from nanovllm.layers.build import BuildContext
 from nanovllm.models.registry import build_model, read_config
 from nanovllm.ops.torch_ops import TorchOps
+from nanovllm.worker.check_model import check_model
 from nanovllm.worker.loader import load_weights
-from nanovllm.worker.memory_check import check_model
 from tests.checkpoint.tiny_gguf import HEAD_DIM, VOCAB, write_gguf
 from tests.devices import cpu_device
 

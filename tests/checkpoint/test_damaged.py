@@ -28,7 +28,7 @@ from nanovllm.checkpoint.tokenizer import load_tokenizer
 from nanovllm.config import EngineConfig
 from nanovllm.errors import CheckpointError
 from nanovllm.models.registry import read_config
-from nanovllm.worker.memory_check import check_model
+from nanovllm.worker.check_model import check_model
 from tests.checkpoint.damage import ODD, load, outcome, write_gguf_files
 from tests.checkpoints import TinyCheckpoint
 from tests.devices import cpu_device

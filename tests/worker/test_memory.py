@@ -26,7 +26,12 @@ from nanovllm.ops.tp_group import TPGroup
 from nanovllm.worker import host_memory as cpu
 from nanovllm.worker import load_model
 from nanovllm.worker.input_batch import InputBatch
-from nanovllm.worker.memory_check import estimate_memory
+from nanovllm.worker.memory_needs import (
+    MemoryNeeds,
+    check_memory,
+    choose_num_blocks,
+    estimate_memory,
+)
 from nanovllm.worker.profile_run import largest_counts
 from tests.checkpoints import TinyCheckpoint
 from tests.devices import cpu_device
@@ -72,13 +77,33 @@ def test_tables_are_counted(num_slots: int, max_len: int) -> None:
     assert held <= estimate_memory(config, model, build(TPGroup())).tables + 4 * max_len <= 2 * held
 
 
-def test_blocks_are_counted() -> None:
-    model = read_config(saved("llama"))
-    block_bytes = 2 * 2 * 16 * 2 * 24 * 4  # k and v: layers, tokens, heads, dim, float32
-    for num_blocks, counted in ((-1, 1), (1, 1), (1000, 1000)):
-        config = EngineConfig("m", num_kvcache_blocks=num_blocks, kvcache_block_size=16)
-        needs = estimate_memory(config, model, build(TPGroup()))
-        assert counted * block_bytes <= needs.cache <= 1.1 * counted * block_bytes
+def test_blocks_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "_meminfo", lambda name: 0)
+    model, context = read_config(saved("llama")), build(TPGroup())
+    block_bytes = 2 * 2 * (1 << 20) * 2 * 24 * 4  # k and v: layers, tokens, heads, dim, float32
+    for num_blocks, size in ((-1, "0.75"), (1, "0.75"), (1000, "750.00")):
+        config = EngineConfig("m", num_kvcache_blocks=num_blocks, kvcache_block_size=1 << 20)
+        assert estimate_memory(config, model, context).block == block_bytes
+        with pytest.raises(ConfigError, match=rf"cache {size}, .* lower num_kvcache_blocks"):
+            check_memory(config, model, cpu_device(), context)
+
+
+@pytest.mark.usefixtures("small_machine")
+def test_the_number_of_blocks_follows_from_the_needs() -> None:
+    """On a CPU, the KV cache gets a quarter of the free memory: 1.5 GiB."""
+    model = MemoryNeeds(weights=GIB, tables=1, states=1, block=GIB >> 3, step=GIB, graphs=GIB)
+    needs = model.including(MemoryNeeds(GIB, 1, 1, block=GIB >> 4, step=GIB, graphs=1))
+    assert needs == replace(model, block=3 * GIB >> 4, graphs=GIB + 1)
+    device = cpu_device()
+    for options, num_blocks in (
+        ({}, 8),
+        ({"max_num_seqs": 1, "max_model_len": 64, "kvcache_block_size": 16}, 4),
+        ({"num_kvcache_blocks": 1000}, 1000),
+    ):
+        assert choose_num_blocks(EngineConfig("m", **options), needs, device) == num_blocks
+    config, large = EngineConfig("m", kvcache_block_size=64), replace(needs, block=2 * GIB)
+    with pytest.raises(ConfigError, match=r"one block of 64 tokens takes 2,147,483,648 bytes"):
+        choose_num_blocks(config, large, device)
 
 
 @pytest.mark.usefixtures("small_machine")

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
@@ -41,12 +42,13 @@ from nanovllm.ops.tp_group import ALONE, TPGroup
 from nanovllm.worker.device_interface import Memory
 from nanovllm.worker.forward import EagerForward
 from nanovllm.worker.input_batch import InputBatch
-from nanovllm.worker.kv_cache import KVCacheSpec
 from nanovllm.worker.model_runner import ModelRunner
 
 if TYPE_CHECKING:
     from nanovllm.devices.cuda.persistent.persistent_step import PersistentStep
     from nanovllm.models.registry import Model
+    from nanovllm.worker.load_model import LoadedModel
+    from nanovllm.worker.memory_needs import MemoryNeeds
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +76,6 @@ class CudaDevice:
     token_logprobs = staticmethod(logprobs.token_logprobs)
     apply_token_bitmask = staticmethod(masks.apply_token_bitmask)
     persistent: PersistentStep | None = None  # None if unsupported by the model, or without graphs
-    _other: CudaDevice | None = None  # the device object of the draft model
 
     def __init__(self, config: EngineConfig, group: TPGroup = ALONE) -> None:
         self.config, self.group = config, group
@@ -83,11 +84,9 @@ class CudaDevice:
         self._stream = torch.cuda.default_stream(self.torch_device)
         self._graph_pool = torch.cuda.graph_pool_handle()
         self._capture_stream = torch.cuda.Stream(self.torch_device)
-        self._step_bytes = self._graph_bytes = 0
 
     def for_draft_model(self, config: EngineConfig) -> CudaDevice:
-        self._other = CudaDevice(config, self.group)
-        return self._other
+        return CudaDevice(config, self.group)
 
     def in_order(self, num_tokens: int = 0) -> AbstractContextManager[object]:
         """Return a context that makes the device and its stream current in the calling thread."""
@@ -144,20 +143,20 @@ class CudaDevice:
     def has_room_for_copy(self, num_bytes: int) -> bool:
         return False
 
-    def cache_budget(self, step_bytes: int) -> int:
-        memory = self.memory()
-        graph_bytes = step_bytes + DRIVER_BYTES if self.uses_graphs else 0
-        taken = memory.total - memory.free + step_bytes + graph_bytes
-        return max(int(memory.total * self.config.gpu_memory_utilization) - taken, 0)
+    def estimate_graphs(self, step_bytes: int) -> int:
+        return step_bytes + DRIVER_BYTES if self.uses_graphs else 0
 
-    def cache_bytes(self, wanted: int) -> int:
-        account = self._account()
+    def cache_budget(self, needs: MemoryNeeds) -> int:
+        return max(self._account(self.memory(), needs).room, 0)
+
+    def cache_bytes(self, needs: MemoryNeeds, wanted: int) -> int:
+        account = self._account(self._unreserved(), needs)
         granted = account.grant(wanted)
         logger.info("KV cache: %.2f GiB (%s)", granted / GIB, account)
         return granted
 
-    def check_cache_bytes(self, num_bytes: int) -> None:
-        self._account().check(num_bytes)
+    def check_cache_bytes(self, needs: MemoryNeeds, num_bytes: int) -> None:
+        self._account(self._unreserved(), needs).check(num_bytes)
 
     def allocate_cache(self, num_bytes: int) -> Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8, device=self.torch_device)
@@ -266,16 +265,16 @@ class CudaDevice:
     def sampler(self, input_batch: InputBatch, vocab_size: int) -> TritonSampler:
         return TritonSampler(input_batch, vocab_size, self.group)
 
-    def prepare(
-        self, model: Model, cache: KVCacheSpec, largest_step: Callable[[], EagerForward]
-    ) -> None:
+    def prepare(self, loaded: LoadedModel, largest_step: Callable[[], EagerForward]) -> MemoryNeeds:
+        model, graph_bytes = loaded.model, 0
         if isinstance(model, DecoderModel):
             if self.uses_graphs:
-                self.persistent = build(model, cache)
+                self.persistent = build(model, loaded.spec)
             self.compile_ahead(model, largest_step)
-        num_slots = self.profile(largest_step)
+        step_bytes = self.profile(largest_step)
         if self.uses_graphs:
-            self._graph_bytes = self._count_graph_bytes(model, num_slots)
+            graph_bytes = self._count_graph_bytes(model, loaded.num_slots, step_bytes)
+        return replace(loaded.needs, step=step_bytes, graphs=graph_bytes)
 
     def runner(self, eager: EagerForward) -> ModelRunner:
         if not self.uses_graphs:
@@ -322,16 +321,16 @@ class CudaDevice:
             self.steps(eager).warm_up()
 
     def profile(self, largest_step: Callable[[], EagerForward]) -> int:
-        """Measure the peak memory of the largest step, and return the number of slots."""
+        """Return the peak memory of the largest step."""
         device = self.torch_device
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
-        num_slots = largest_step().input_batch.num_slots
+        largest_step()
         torch.cuda.synchronize(device)
-        self._step_bytes = torch.cuda.max_memory_allocated(device) - before
+        step_bytes = torch.cuda.max_memory_allocated(device) - before
         torch.cuda.empty_cache()
-        return num_slots
+        return step_bytes
 
     def steps(self, eager: EagerForward) -> CudaSteps:
         attention, prefill = eager.attention, None
@@ -349,7 +348,7 @@ class CudaDevice:
         """Return the maximum number of tokens in a step."""
         return min(self.config.max_num_batched_tokens, num_slots * self.config.max_model_len)
 
-    def _count_graph_bytes(self, model: Model, num_slots: int) -> int:
+    def _count_graph_bytes(self, model: Model, num_slots: int, step_bytes: int) -> int:
         """Estimate the memory of the graphs: logits, activations, and driver memory.
 
         All graphs share the buffers of the largest. Activations are assumed to be proportional to
@@ -364,10 +363,12 @@ class CudaDevice:
         largest, most = self.prefill_sizes(model.config, num_slots)[-1], self._max_tokens(num_slots)
         share = largest.num_tokens / most
         share = max(share, largest.num_chunks / max_chunks(most, num_slots))
-        return num_bytes + int(share * self._step_bytes)
+        return num_bytes + int(share * step_bytes)
 
-    def _account(self) -> MemoryAccount:
-        free, total = torch.cuda.mem_get_info(self.torch_device)
-        utilization = self.config.gpu_memory_utilization
-        graph_bytes = self._graph_bytes + (self._other._graph_bytes if self._other else 0)
-        return MemoryAccount(total, utilization, total - free, self._step_bytes, graph_bytes)
+    def _unreserved(self) -> Memory:
+        """Return the memory, without the gaps in torch's segments: the KV cache fits in none."""
+        return Memory(*torch.cuda.mem_get_info(self.torch_device))
+
+    def _account(self, memory: Memory, needs: MemoryNeeds) -> MemoryAccount:
+        held, share = memory.total - memory.free, self.config.gpu_memory_utilization
+        return MemoryAccount(memory.total, share, held, needs.step, needs.graphs)

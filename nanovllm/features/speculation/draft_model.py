@@ -15,6 +15,7 @@ from nanovllm.sampling_params import NO_TOKEN
 from nanovllm.worker.device_interface import Device
 from nanovllm.worker.input_batch import InputBatch
 from nanovllm.worker.load_model import LoadedModel, load_model
+from nanovllm.worker.memory_needs import MemoryNeeds
 from nanovllm.worker.model_runner import ModelRunner
 from nanovllm.worker.worker import Worker
 
@@ -31,11 +32,11 @@ class DraftModel:
     def __init__(self, path: str) -> None:
         self._path = path
 
-    def load(self, worker: Worker) -> int:
+    def load(self, worker: Worker) -> MemoryNeeds:
         self._loaded = load_draft_model(
             self._path, worker.config, worker.model_config, worker.device
         )
-        return self._loaded.spec.block_bytes
+        return self._loaded.needs
 
     def attach(self, runner: ModelRunner, num_blocks: int, input_batch: InputBatch) -> None:
         self.runner = self._loaded.runner(num_blocks, input_batch)

@@ -26,8 +26,10 @@ from nanovllm.engine.step import StepPlan
 from nanovllm.errors import ConfigError
 from nanovllm.ops.interface import Sampling
 from nanovllm.parallel.multiproc_executor import MultiprocExecutor
+from nanovllm.worker import worker
 from nanovllm.worker.forward import StepLogits, is_decode
 from nanovllm.worker.input_batch import sampling_of
+from nanovllm.worker.memory_needs import choose_num_blocks
 from tests.bench.test_steps import CONFIG
 from tests.devices import NEEDS_GPU, runner_of
 from tests.devices.shared_gpu import own_mem_get_info, process_bytes
@@ -50,6 +52,8 @@ OPTIONS: dict[str, Any] = {
     "device": "cuda",
     "skip_tokenizer_init": True,
 }
+# Records the MemoryNeeds from which an engine chooses its number of blocks.
+recorded_needs = partial(mock.patch.object, worker, "choose_num_blocks", wraps=choose_num_blocks)
 SAMPLED: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "plain": {"temperature": 0.9},
@@ -250,13 +254,13 @@ def test_graphs_take_no_more_than_is_reserved_for_them(many_logits: dict[str, An
     """Graphs share the logits of the largest size; separate ones would need ten times as much."""
     used = {}
     for enforce_eager in (False, True, False):  # the first compiles and loads the shared kernels
-        with LLM(**many_logits, enforce_eager=enforce_eager) as llm:
+        with recorded_needs() as choose, LLM(**many_logits, enforce_eager=enforce_eager) as llm:
             if not enforce_eager:
                 capture_every_size(llm)
             used[enforce_eager] = process_bytes()
             if not enforce_eager:
                 assert logits_bytes(llm) > 1.4 * GIB
-                reserved = runner_of(llm).eager.input_batch.device._account().graphs
+                reserved = choose.call_args.args[1].graphs
     taken = used[False] - used[True]
     print(f"graphs take {taken / GIB:.2f} GiB of {reserved / GIB:.2f}")
     assert taken <= reserved
@@ -298,9 +302,9 @@ def test_eager_engines_reserve_nothing_for_graphs(
     num_blocks, reserved = {}, {}
     for enforce_eager in (True, False, True):  # eager again, once both have compiled everything
         options |= {"enforce_eager": enforce_eager, "gpu_memory_utilization": share}
-        with LLM(**options) as llm:
+        with recorded_needs() as choose, LLM(**options) as llm:
             num_blocks[enforce_eager] = llm.engine.info.num_blocks
-            reserved[enforce_eager] = runner_of(llm).eager.input_batch.device._account().graphs
+        reserved[enforce_eager] = choose.call_args.args[1].graphs
     block_bytes = 2 * 2 * 16 * 8 * 128 * 2  # keys and values: layers, tokens, heads, dim, bf16
     saved = (num_blocks[True] - num_blocks[False]) * block_bytes
     assert reserved[True] == 0

@@ -1,27 +1,23 @@
-"""Check that a model fits into memory, before anything large is downloaded or allocated."""
+"""What a model needs of a rank's memory: estimated before it is loaded, then measured.
+
+This determines whether the model fits, and how many blocks the KV cache has.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 
-from nanovllm.checkpoint.find import stores_quantized
-from nanovllm.checkpoint.quantization import choose_quantization
 from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.errors import ConfigError
 from nanovllm.layers.build import BuildContext
-from nanovllm.layers.shards import check_splits
-from nanovllm.models.registry import build_model, check_options, read_config_for
-from nanovllm.ops.torch_ops import TorchOps
+from nanovllm.models.registry import build_model
 from nanovllm.worker.device_interface import Device
 from nanovllm.worker.host_memory import GIB
 from nanovllm.worker.input_batch import slot_fields
 from nanovllm.worker.kv_cache import kv_cache_spec
 from nanovllm.worker.loader import named_layers
-from nanovllm.worker.quantized_layouts import choose_layouts
 from nanovllm.worker.state_cache import state_spec
 
 HOST_BYTES = 200  # estimated bytes of the scheduler's state per block or slot
@@ -34,52 +30,43 @@ REMEDIES = {
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryEstimate:
-    """Minimum memory of a rank, in bytes."""
+class MemoryNeeds:
+    """What a model needs of a rank's memory, in bytes.
+
+    `check_memory` estimates all parts before loading. Once the weights are loaded, `Device.prepare`
+    measures a step, from which it computes `graphs`.
+    """
 
     weights: int
     tables: int  # InputBatch and RoPE tables
-    cache: int
+    states: int  # the fewest recurrent states with which a model runs
+    block: int  # one block of the KV cache
     step: int  # activations and logits of the largest step
+    graphs: int
 
+    def including(self, part: MemoryNeeds) -> MemoryNeeds:
+        """Add what a WorkerPart needs besides its weights, which are already loaded.
 
-def check_model(
-    config: EngineConfig, device: Device | None, checkpoint_config: Mapping[str, Any]
-) -> None:
-    """Raise an error for a model that is not supported, cannot be sharded or does not fit."""
-    model = read_config_for(checkpoint_config, config.model_impl)
-    check_options(config, model)
-    if model.recurrent is not None and config.speculative_config is not None:
-        raise ConfigError(
-            f"speculative_config is not supported for {model.architecture}: a recurrent "
-            "state cannot be rolled back after a rejected draft token; leave it out",
-            param="speculative_config",
-        )
-    if config.quantization is not None:
-        choose_quantization(config.quantization, checkpoint_config.get("quantization_config"))
-    check_splits(model, config.tensor_parallel_size)
-    if device is None:
-        return  # each rank will check its own device
-    if config.kv_cache_dtype != "auto":
-        device.check_fp8(model.head_dim)
-    is_quantized = stores_quantized(checkpoint_config)
-    dtype = device.choose_dtype(config.dtype, model.dtype, is_quantized)
-    ops = TorchOps()
-    attention = device.attention(dtype, ops)
-    layouts = None
-    if config.quantization is not None or is_quantized:
-        layouts = choose_layouts(config, checkpoint_config, device, dtype)
-    build = BuildContext(device.torch_device, dtype, attention, ops, device.group, layouts)
-    check_memory(config, model, device, build)
+        Its steps reuse the memory of the model's, and are assumed to need less.
+        """
+        return replace(self, block=self.block + part.block, graphs=self.graphs + part.graphs)
 
 
 def check_memory(
     config: EngineConfig, model: ModelConfig, device: Device, build: BuildContext
-) -> None:
+) -> MemoryNeeds:
+    """Estimate what a model needs; raise ConfigError if it does not fit."""
     needs = estimate_memory(config, model, build)
     if device.has_room_for_copy(needs.weights):  # weights are then kept in two layouts
         needs = replace(needs, weights=2 * needs.weights)
-    memory, sizes = device.memory(), asdict(needs)
+    num_blocks = max(config.num_kvcache_blocks, 1)
+    sizes = {
+        "weights": needs.weights,
+        "tables": needs.tables,
+        "cache": needs.states + num_blocks * (needs.block + HOST_BYTES),
+        "step": needs.step,
+    }
+    memory = device.memory()
     total, largest = sum(sizes.values()), max(sizes, key=sizes.__getitem__)
     if total > memory.free:
         parts = ", ".join(f"{name} {size / GIB:,.2f}" for name, size in sizes.items())
@@ -89,12 +76,12 @@ def check_memory(
             f"{total / GIB:,.2f} GiB of memory ({parts}), and {memory.free / GIB:,.2f} GiB of "
             f"{memory.total / GIB:,.2f} are free{each}; {REMEDIES[largest]}"
         )
+    # Graphs are left out of the check, which must accept what can run: their estimate is generous.
+    return replace(needs, graphs=device.estimate_graphs(needs.step))
 
 
-def estimate_memory(
-    config: EngineConfig, model: ModelConfig, build: BuildContext
-) -> MemoryEstimate:
-    """Return the memory that a model needs with these options, without allocating any of it."""
+def estimate_memory(config: EngineConfig, model: ModelConfig, build: BuildContext) -> MemoryNeeds:
+    """Return the least memory that a model needs, except for graphs, without allocating any."""
     shapes = build_model(model, 1, replace(build, device=torch.device("meta")))
     if build.layouts is not None:  # `expected_tensors` creates the quantized parameters
         for path, layer in named_layers(shapes):
@@ -103,18 +90,19 @@ def estimate_memory(
     num_ropes = len({layer.rope for layer in model.layers})
     columns = slot_fields(max_len, config.kvcache_block_size).values()
     slot_bytes = 4 * sum(column.num_words for column in columns) + HOST_BYTES
-    spec = kv_cache_spec(config, model, build.dtype, build.group)
     state_bytes = 0
     if model.recurrent is not None:  # three states: a sequence's, the padding's and the initial one
         state_bytes = 3 * state_spec(model.recurrent, build.dtype, build.group).num_bytes
     num_tokens = min(config.max_num_batched_tokens, config.max_num_rows * max_len)
     logits = min(config.max_num_rows, num_tokens) * model.vocab_size  # float32
     activations = num_tokens * _elements_per_token(model, build.group.size)
-    return MemoryEstimate(
+    return MemoryNeeds(
         weights=sum(parameter.nbytes for parameter in shapes.parameters()),
         tables=config.max_num_rows * slot_bytes + num_ropes * max_len * model.head_dim * 4,
-        cache=max(config.num_kvcache_blocks, 1) * (spec.block_bytes + HOST_BYTES) + state_bytes,
+        states=state_bytes,
+        block=kv_cache_spec(config, model, build.dtype, build.group).block_bytes,
         step=activations * build.dtype.itemsize + 4 * logits,
+        graphs=0,
     )
 
 
@@ -124,3 +112,22 @@ def _elements_per_token(model: ModelConfig, num_ranks: int) -> int:
     if (experts := model.experts) is not None:
         size = experts.top_k * experts.size + experts.shared_size
     return 2 * model.hidden_size + 3 * size // num_ranks
+
+
+def choose_num_blocks(config: EngineConfig, needs: MemoryNeeds, device: Device) -> int:
+    """Return the configured number of blocks, or by default as many as fit in memory.
+
+    The default is at most the number that `max_num_seqs` sequences of full length need.
+    """
+    if config.num_kvcache_blocks != -1:
+        device.check_cache_bytes(needs, config.num_kvcache_blocks * needs.block)
+        return config.num_kvcache_blocks
+    blocks_per_seq = -(-config.max_model_len // config.kvcache_block_size)
+    wanted = config.max_num_seqs * blocks_per_seq * needs.block
+    num_blocks = device.cache_bytes(needs, wanted) // needs.block
+    if num_blocks < 1:
+        raise ConfigError(
+            f"no room for a KV cache: one block of {config.kvcache_block_size} tokens takes "
+            f"{needs.block:,} bytes; free memory, or use a smaller kvcache_block_size"
+        )
+    return num_blocks
