@@ -472,6 +472,13 @@ def test_two_tabs_with_one_system_prompt_share_blocks(tabs: Tabs, server: Runnin
     pytest.fail("no blocks were shared")
 
 
+# Whether the three colors of the page's background add up to little.
+IS_DARK = (
+    "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).slice(0, 3)"
+    ".reduce((sum, each) => sum + Number(each), 0) < 200"
+)
+
+
 def test_no_window_is_too_narrow(tabs: Tabs) -> None:
     table = "| a | b |\n|---|---|\n| " + "z" * 200 + " | 2 |"
     text = "x" * 300 + "\n\n```\n" + "y" * 300 + "\n```\n\n" + table
@@ -482,6 +489,9 @@ def test_no_window_is_too_narrow(tabs: Tabs) -> None:
         for width, scheme in ((1440, "light"), (820, "dark"), (360, "light"), (360, "dark")):
             page.set_viewport_size({"width": width, "height": 780})
             page.emulate_media(color_scheme=scheme)
+            wait_for(
+                page, f"innerWidth === {width} && ({IS_DARK}) === {str(scheme == 'dark').lower()}"
+            )
             for view in ("chat", "engine"):
                 if width < 820:
                     page.click(f"#show-{view}")
@@ -489,8 +499,6 @@ def test_no_window_is_too_narrow(tabs: Tabs) -> None:
                 for name in ("messages", "engine"):
                     overflow = page.evaluate(f"(e => e.scrollWidth - e.clientWidth)({name})")
                     assert overflow <= 0, name
-            ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
-            assert (sum(map(int, re.findall(r"\d+", ground)[:3])) < 200) == (scheme == "dark")
         page.click("#show-chat")
         page.click("#menu")
         assert page.get_attribute("#menu", "aria-expanded") == "true"
