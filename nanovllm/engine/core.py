@@ -59,7 +59,7 @@ class EngineCore:
         self._in_flight: deque[Step] = deque()
         self._clock = clock
         self._last_result_time = 0.0
-        self._num_polls = 0  # steps in a row for which all sequences were postponed
+        self._num_polls = 0  # number of consecutive steps in which all sequences were postponed
         self.log: StepLog | None = None  # set while a client subscribes to snapshots
         self._failure: str | None = None
 

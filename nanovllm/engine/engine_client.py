@@ -1,4 +1,4 @@
-"""EngineClient: the requests in progress of all callers, and which stream gets their outputs.
+"""EngineClient: tracks the requests in progress, and the stream that receives each one's outputs.
 
 `LLM` uses it in its engine's thread, with the core itself. `AsyncLLM` guards it with a lock, and
 its cores are replicas in other processes.
@@ -45,7 +45,7 @@ class EngineClient(Generic[Q]):
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self.output_processor = OutputProcessor(tokenizer)
         self.streams: dict[Stream[Q], None] = {}  # streams with unfinished requests
-        self.owners: dict[int, Stream[Q]] = {}  # keyed by the seq_id of an unfinished request
+        self.owners: dict[int, Stream[Q]] = {}  # seq_id of an unfinished request -> its stream
         # Unfinished completions, keyed by their own seq_ids.
         self._completions: dict[int, tuple[RequestState, CompletionState]] = {}
 
@@ -92,7 +92,7 @@ class EngineClient(Generic[Q]):
             self._end(seq_id)
 
     def fail(self, core: Core) -> list[Stream[Q]]:
-        """Drop the streams of a core that failed, and return them."""
+        """Drop all streams of a failed core, and return them."""
         failed = [stream for stream in self.streams if stream.core is core]
         for stream in failed:
             self.drop(stream)

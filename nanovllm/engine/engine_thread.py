@@ -233,7 +233,7 @@ class EngineThread:
         return result
 
     def _send(self, stream: Stream[BlockingQueue], requests: Iterable[RequestState]) -> int:
-        """Add requests to a stream and return how many; the thread then looks who wants a step."""
+        """Add requests to a stream, even none, and return their number; this wakes the thread."""
         states = list(requests)
         self._commands.put(partial(self._add, stream, states))
         return len(states)

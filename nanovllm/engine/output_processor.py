@@ -75,7 +75,7 @@ class RequestState:
 
 
 class OutputProcessor:
-    """Builds the pieces and outputs of requests."""
+    """Builds stream pieces and outputs from the tokens of requests."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self.tokenizer = tokenizer

@@ -231,7 +231,7 @@ class Scheduler:
             self._add_row(step, seq, end)
 
     def _row_end(self, seq: Sequence, limit: int, step: Step) -> int:
-        """Return where the sequence's row ends, at most at `limit`; see `Feature.row_end`."""
+        """Return the end position of the sequence's next row, at most `limit`."""
         start, end = seq.num_computed, seq.num_tokens
         if end - start > 1:
             end = min(end, limit, start + step.prompt_budget)

@@ -1,4 +1,4 @@
-"""Embeddings and the logprobs of continuations; storing such columns of a step in sequences."""
+"""Embeddings, logprobs of continuations, and the columns of a StepResult that they come from."""
 
 from __future__ import annotations
 

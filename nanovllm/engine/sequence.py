@@ -34,7 +34,7 @@ class Sequence:
     seq_id: int = field(init=False)
     # Whether an output token ends the sequence; called once per token, as it advances a grammar.
     stops: Callable[[int], bool] = field(init=False)
-    features: tuple[Feature, ...] = ()  # those that take part in scheduling it
+    features: tuple[Feature, ...] = ()  # features that take part in scheduling this sequence
     is_streaming: bool = field(init=False)
     priority: int = field(init=False)
     request_id: str = field(init=False)

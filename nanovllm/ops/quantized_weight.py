@@ -20,7 +20,7 @@ from torch import Tensor
 from nanovllm.ops.fp8 import FP8
 
 BLOCK = 128
-INT4_WORDS, FP8_WORDS = 16, 32  # number of words per block
+FP8_WORDS = 32  # number of words per block
 INT4_GROUPS = (32, 64, BLOCK)
 PANEL_ROWS = 16  # rows per panel; a panel interleaves the GGUF quant blocks of its rows
 MIDDLE = 8  # default zero point of int4

@@ -32,7 +32,7 @@ class Packing:
 
     values: str
     scales: str
-    zeros: str  # packed along the outputs
+    zeros: str  # zero points, packed along the output dimension
     g_idx: str = ""  # group of each input
     shape: str = ""  # numbers of outputs and inputs; if unset, matrices are [inputs, outputs]
     # If set, words hold several outputs, output i of a word at positions[i]; else several inputs.

@@ -60,7 +60,7 @@ class RoundToFp8:
 class Quantization:
     """The quantization that all quantized projections of a checkpoint share."""
 
-    method: str  # a key of METHODS
+    method: str  # key of the format in METHODS
     format: WeightFormat | RoundToFp8
     ignored: tuple[str, ...] = ()  # unquantized modules: names, or regexes that follow "re:"
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from nanovllm.engine.sequence import Sequence
     from nanovllm.engine.step import StepResult
 
-# Prompt tokens allowed in every step, by device, so that prompts always make progress. On a CPU, a
+# Minimum limit on prompt tokens, by device, so that prompts always make progress. On a CPU, a
 # chunk of 64 tokens takes twice as long per token as one of 1,024, since each chunk upcasts or
 # dequantizes all weights.
 MIN_PROMPT_TOKENS = {"cpu": 256, "cuda": 64}
@@ -21,11 +21,11 @@ SMALL = 256
 # In a step without decode rows, the prompts of large requests are limited to this multiple of the
 # target, but at least MIN_QUEUED_TOKENS, which bounds the wait of other requests.
 QUEUED_RATIO, MIN_QUEUED_TOKENS = 4.0, 128
-SHARED_PART = 0.25  # part of their limit, with or without decode rows, while others have prompts
+SHARED_PART = 0.25  # fraction of the limit for large requests while others have prompts
 FIRST_SECONDS_PER_TOKEN = 80e-6  # estimate before the first measurement
 MARGIN = 0.8  # fraction of the target to aim for, because equal steps vary in duration
-# After the first measurement, the ratio of measured to estimated time is limited by MAX_RATIO and
-# raised to the power WEIGHT, to dampen outliers.
+# After the first measurement, the ratio of measured to estimated time is clamped to
+# [1 / MAX_RATIO, MAX_RATIO] and raised to the power WEIGHT, to dampen outliers.
 MAX_RATIO, WEIGHT = 2.0, 0.25
 
 
@@ -45,7 +45,7 @@ class PromptBudget(Feature):
         # Number of unfinished sequences of each request_id, and of their prompt tokens.
         self._unfinished: dict[str, tuple[int, int]] = {}
         self._large: set[str] = set()  # request_ids of large requests
-        self._room = 0  # number of tokens that these may still add to the step being planned
+        self._room = 0  # number of tokens that large requests may still add to the step
 
     def joins(self, seq: Sequence) -> bool:
         self._count(seq, 1)

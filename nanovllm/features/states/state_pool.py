@@ -61,7 +61,7 @@ class StatePool(Feature):
         self._free = list(counts.snapshot_ids)
         self._clock = 0  # priority of the last evicted snapshot
         self._due: list[tuple[Sequence, int]] = []  # sequences, and where a snapshot of each is due
-        self._copies: list[StateCopy] = []  # for the next plan
+        self._copies: list[StateCopy] = []  # copies to add to the next plan
         blocks.on_evict = self.drop
 
     def joins(self, seq: Sequence) -> bool:

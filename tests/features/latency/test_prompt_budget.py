@@ -293,13 +293,19 @@ def test_a_request_of_many_prompts_takes_turns_with_others(depth: int) -> None:
         assert first_token(4, 20, num_before) < (2.1 + depth) * step
 
 
-@DEPTHS
-def test_a_cached_prompt_lets_few_of_a_request_begin(depth: int) -> None:
-    """It takes less of the step than its length says; what is left goes to one prompt."""
-    engine, prefix = Engine(processor, depth), (7,) * 3000
+def engine_with_cached(prefix: tuple[int, ...], depth: int) -> Engine:
+    engine = Engine(processor, depth)
     engine.add(1000, 1, 1, prefix=prefix)
     while engine.core.has_unfinished:
         engine.step()
+    return engine
+
+
+@DEPTHS
+def test_a_cached_prompt_lets_few_of_a_request_begin(depth: int) -> None:
+    """It takes less of the step than its length says; what is left goes to one prompt."""
+    prefix = (7,) * 3000
+    engine = engine_with_cached(prefix, depth)
     for seq_id in range(400):
         engine.add(seq_id, 1000, 1, "many")
     for _ in range(4):
@@ -315,10 +321,8 @@ def test_a_cached_prompt_lets_few_of_a_request_begin(depth: int) -> None:
 @DEPTHS
 def test_samples_of_a_prompt_beside_cached_prompts_compute_it_once(depth: int) -> None:
     """What a cached prompt leaves of a step does not begin another sample."""
-    engine, prefix = Engine(processor, depth), (7,) * 640
-    engine.add(1000, 1, 1, prefix=prefix)
-    while engine.core.has_unfinished:
-        engine.step()
+    prefix = (7,) * 640
+    engine = engine_with_cached(prefix, depth)
     for seq_id in range(8):
         engine.add(seq_id, 1, 1, "samples", prefix=(9,) * 3000)
     num_before, number = len(engine.device.plans), 0
