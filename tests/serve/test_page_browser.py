@@ -446,30 +446,14 @@ def test_step_mode_shows_what_a_step_changes(tabs: Tabs, tmp_path: Path) -> None
         llm.close()
 
 
-WATCH_SHARED = """() => {
-  const element = document.getElementById("num-shared");
-  window.mostShared = 0;
-  const note = () => { mostShared = Math.max(mostShared, Number(element.textContent)); };
-  new MutationObserver(note).observe(element, { childList: true, subtree: true });
-}"""
-
-
-def test_two_tabs_with_one_system_prompt_share_blocks(tabs: Tabs, server: Running) -> None:
-    pages = [tabs.open(server.url) for _ in range(2)]
-    for page in pages:
-        page.click("#open-settings")
-        page.fill("[name=system]", SYSTEM)
-        page.fill("[name=max_tokens]", "100")
-        page.click("#settings [value=save]")
-    pages[0].evaluate(WATCH_SHARED)
-    for _ in range(20):  # a sampled reply may end before the other begins
-        for page in pages:
-            say(page, "Go")
-        for page in pages:
-            wait_for_answer(page)
-        if pages[0].evaluate("mostShared") > 5:
-            return
-    pytest.fail("no blocks were shared")
+def test_shared_blocks_are_counted(tabs: Tabs) -> None:
+    blocks = [0, 1, 2, 3], [0, 1, 2, 4]
+    sequences = [
+        SequenceState(i, "running", 9, 99, 0, 9, 9, 0, each) for i, each in enumerate(blocks)
+    ]
+    with served(tabs, FakeLLM(idle=replace(IDLE, sequences=sequences))) as server:
+        page = tabs.open(server.url)
+        wait_for(page, "document.getElementById('num-shared').textContent === '3'")
 
 
 # Whether the three colors of the page's background add up to little.
