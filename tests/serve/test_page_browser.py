@@ -34,7 +34,6 @@ from tests.serve.test_observer import recorded
 from tests.serve.test_operations import wait_until
 
 pytestmark = pytest.mark.slow
-SYSTEM = "You answer every question in one short sentence, and you never guess. " * 3
 HOSTILE = """<img src=x onerror="window.hacked=1"><script>window.hacked=2</script>
 [a](javascript:window.hacked=3) ![b](http://else.where/x.png) <iframe src="http://else.where">
 
