@@ -21,6 +21,7 @@ from nanovllm.engine.core import EngineCore
 from nanovllm.engine.executor import Executor, ExecutorInfo
 from nanovllm.engine.feature import Feature
 from nanovllm.engine.grammar import GrammarEngine
+from nanovllm.engine.images import ImageReader, NoImages
 from nanovllm.engine.input_processor import InputProcessor, Vocabulary
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.scoring import check_bidirectional
@@ -30,10 +31,13 @@ from nanovllm.validation import has_folder
 
 if TYPE_CHECKING:
     from nanovllm.parallel.worker_main import WorkerTask
+    from nanovllm.vision.image_settings import ImageSettings
     from nanovllm.worker.device_interface import Device
     from nanovllm.worker.worker import WorkerPart
 
 logger = logging.getLogger(__name__)
+
+PILLOW = "pip install 'nanovllm[vision]'"
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +113,9 @@ def resolve_model(config: EngineConfig) -> ResolvedModel:
         most = config.max_num_batched_tokens
         config = _clamp_model_len(config, most, f"max_num_batched_tokens={most}")
         config = replace(config, attention_backend="sdpa", enable_prefix_caching=False)
+    if config.max_images and not _has_pillow() and read_image_settings(model_config, checkpoint):
+        logger.warning("This model runs without images, which need Pillow: %s", PILLOW)
+        config = replace(config, limit_mm_per_prompt={"image": 0})  # no process loads the tower
     return ResolvedModel(config, model_config, checkpoint)
 
 
@@ -137,6 +144,7 @@ def create_input_processor(resolved: ResolvedModel, is_remote: bool = False) -> 
         has_workers=has_workers,
         create_grammars=create,
         default_pooling=resolved.default_pooling,
+        image_reader=create_image_reader(resolved),
     )
 
 
@@ -224,13 +232,54 @@ def create_features(
     return features
 
 
-def create_parts(config: EngineConfig) -> list[WorkerPart]:
-    """Create what the options add to a worker."""
-    if config.speculative is None or config.speculative.model is None:
-        return []
-    from nanovllm.features.speculation.draft_model import DraftModel
+def create_parts(
+    config: EngineConfig, model_config: ModelConfig, checkpoint: Checkpoint
+) -> list[WorkerPart]:
+    """Create what the options and the model add to a worker."""
+    parts: list[WorkerPart] = []
+    if config.speculative is not None and config.speculative.model is not None:
+        from nanovllm.features.speculation.draft_model import DraftModel
 
-    return [DraftModel(config.speculative.model)]
+        parts.append(DraftModel(config.speculative.model))
+    settings = read_image_settings(model_config, checkpoint) if config.max_images else None
+    if settings is not None:
+        from nanovllm.vision.image_inputs import ImageInputs
+
+        parts.append(ImageInputs(settings))
+    return parts
+
+
+def create_image_reader(resolved: ResolvedModel) -> ImageReader:
+    """Create what reads the images of prompts, or what refuses them and says why."""
+    settings = read_image_settings(resolved.model_config, resolved.checkpoint)
+    if not _has_vision():
+        return NoImages("nanovllm/vision, which reads images, is missing")
+    if settings is None:
+        return NoImages()
+    if not _has_pillow():
+        return NoImages(f"images need Pillow: {PILLOW}")
+    if not resolved.config.max_images:
+        return NoImages("limit_mm_per_prompt rules out images")
+    from nanovllm.vision.pillow_reader import PillowReader
+
+    return PillowReader(settings, resolved.config.max_images)
+
+
+def read_image_settings(model_config: ModelConfig, checkpoint: Checkpoint) -> ImageSettings | None:
+    """Return how a model sees images; None if it does not, or not here."""
+    if model_config.transformers_config is not None or not _has_vision():
+        return None
+    from nanovllm.vision import image_settings
+
+    return image_settings.read_image_settings(checkpoint)
+
+
+def _has_vision() -> bool:
+    return has_folder("nanovllm.vision")
+
+
+def _has_pillow() -> bool:
+    return has_folder("PIL")
 
 
 def require_feature(feature: str, asked: str, error: type[NanovllmError]) -> None:
@@ -254,7 +303,8 @@ def create_executor(
     from nanovllm.worker.worker import Worker
 
     device = _create_device(config)
-    return Worker(config, model_config, checkpoint, device, create_parts(config))
+    parts = create_parts(config, model_config, checkpoint)
+    return Worker(config, model_config, checkpoint, device, parts)
 
 
 def build_worker(task: WorkerTask, rank: int) -> Executor:
@@ -264,7 +314,7 @@ def build_worker(task: WorkerTask, rank: int) -> Executor:
     from nanovllm.worker.worker import Worker
 
     device = create_device(task.config, join_group(task, rank))
-    parts = create_parts(task.config)
+    parts = create_parts(task.config, task.model_config, task.checkpoint)
     return Worker(task.config, task.model_config, task.checkpoint, device, parts)
 
 

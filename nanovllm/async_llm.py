@@ -262,10 +262,11 @@ class AsyncLLM:
         request_id: str | None = None,
     ) -> AsyncGenerator[StreamPiece, None]:
         self._raise_if_failed()
-        one = as_prompt(prompt, cache_salt)
-        given = one.content, params, one.cache_salt, is_streaming, pooling, request_id
+        one = as_prompt(prompt, cache_salt, self.input_processor.image_reader.refusal)
+        given = one.content, params, one.cache_salt, is_streaming, pooling, request_id, one.images
+        is_short = isinstance(one.content, list) and not one.images
         state = await self._prepare(
-            partial(self.input_processor.process, *given), one.content, params
+            partial(self.input_processor.process, *given), is_short, params
         )
         state.completions[0].request.check_length(self.max_len)
         stream = self._begin(state)
@@ -282,7 +283,7 @@ class AsyncLLM:
                     self.client.drop(stream)
 
     async def _prepare(
-        self, prepare: Callable[[], RequestState], prompt: str | list[int], params: SamplingParams
+        self, prepare: Callable[[], RequestState], is_short: bool, params: SamplingParams
     ) -> RequestState:
         """Validate and tokenize a prompt, in another thread if that may take long.
 
@@ -295,7 +296,7 @@ class AsyncLLM:
                 None if self.input_processor.get_grammars().is_compiled(asked) else self._compiling
             )
             return await asyncio.get_running_loop().run_in_executor(pool, prepare)
-        if isinstance(prompt, list) and not getattr(params, "bad_words", ()):
+        if is_short and not getattr(params, "bad_words", ()):
             return prepare()
         return await asyncio.to_thread(prepare)
 

@@ -186,8 +186,8 @@ class LLM:
         encode = self.engine.input_processor.token_ids_of
         return score(self._complete, encode, prompt, continuations, cache_salt)
 
-    def apply_chat_template(self, messages: Messages, **options: Any) -> list[list[int]]:
-        """Return one prompt of token ids per conversation."""
+    def apply_chat_template(self, messages: Messages, **options: Any) -> list[Any]:
+        """Return one prompt per conversation: token ids or, with images, a dict for `generate`."""
         return prompts_of(self.engine.input_processor, messages, **options)
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:

@@ -79,7 +79,7 @@ class ThreadedExecutor:
 
         def make(rank: int) -> Worker:
             device = make_device(config, self.ranks.groups[rank])
-            return Worker(config, model_config, checkpoint, device, create_parts(config))
+            return Worker(config, model_config, checkpoint, device, create_parts(config, model_config, checkpoint))
 
         self.workers = self.ranks.run(make)
 

@@ -49,6 +49,7 @@ _QUANTIZATION = re.compile(
 _SHARD = re.compile(r"-\d{5}-of-\d{5}(?=\.gguf$)")
 _CONFIGS = (
     *("config.json", "generation_config.json"),
+    *("preprocessor_config.json", "processor_config.json"),  # only of models that see images
     # Files that only embedding models have.
     *("modules.json", "*_Pooling/config.json", "*_Dense/config.json"),
 )

@@ -11,7 +11,7 @@ import torch
 from nanovllm.checkpoint.bin_file import list_bin
 from nanovllm.checkpoint.find import Checkpoint
 from nanovllm.checkpoint.gguf_tensors import list_gguf
-from nanovllm.checkpoint.multimodal import text_tensors
+from nanovllm.checkpoint.multimodal import text_tensors, vision_tensors
 from nanovllm.checkpoint.safetensors_file import list_safetensors
 from nanovllm.checkpoint.stored_tensors import StoredTensor
 
@@ -41,12 +41,20 @@ def list_weights(checkpoint: Checkpoint, expected: Collection[str] = ()) -> list
 
 def list_tensors(checkpoint: Checkpoint) -> list[StoredTensor]:
     """List the tensors; FP8 and integers are accepted only if the checkpoint is quantized."""
-    dtypes = _DTYPES | (_QUANTIZED_DTYPES if checkpoint.is_quantized else {})
-    files = checkpoint.weight_files
-    tensors = text_tensors([tensor for file in files for tensor in _list_file(file, dtypes)])
+    tensors = text_tensors(_list_files(checkpoint))
     if any(tensor.name == "embed_tokens.weight" for tensor in tensors):
         tensors = _add_prefix(tensors)
     return tensors
+
+
+def list_vision_tensors(checkpoint: Checkpoint) -> list[StoredTensor]:
+    """List the tensors of the vision tower, under the names that they have in it."""
+    return vision_tensors(_list_files(checkpoint))
+
+
+def _list_files(checkpoint: Checkpoint) -> list[StoredTensor]:
+    dtypes = _DTYPES | (_QUANTIZED_DTYPES if checkpoint.is_quantized else {})
+    return [each for file in checkpoint.weight_files for each in _list_file(file, dtypes)]
 
 
 def _list_file(file: Path, dtypes: Mapping[str, torch.dtype]) -> Iterator[StoredTensor]:

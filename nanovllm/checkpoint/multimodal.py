@@ -33,6 +33,7 @@ TEXT_MODELS = {
 NOT_TEXT = re.compile(
     r"(model\.)?((audio|vision)_tower|multi_modal_projector|embed_(audio|vision)|visual)\."
 )
+VISION_PREFIX = re.compile(r"^(model\.)?visual\.")
 ROPES = ("rope_parameters", "rope_scaling")
 TEXT_PREFIX = re.compile(r"^(model\.)?language_model\.")
 
@@ -63,6 +64,12 @@ def _text_rope(rope: Mapping[str, Any]) -> dict[str, Any]:
     """Replace multimodal RoPE: a text token has the same position in all of its sections."""
     kind = rope.get("rope_type") or rope.get("type")
     return {**rope, "type": "default", "rope_type": "default"} if kind == "mrope" else {**rope}
+
+
+def vision_tensors(tensors: list[StoredTensor]) -> list[StoredTensor]:
+    """Return the tensors of a Qwen model's vision tower, without its prefix in their names."""
+    found = [(tensor, VISION_PREFIX.match(tensor.name)) for tensor in tensors]
+    return [replace(each, name=each.name[match.end() :]) for each, match in found if match]
 
 
 def text_tensors(tensors: list[StoredTensor]) -> list[StoredTensor]:

@@ -21,6 +21,7 @@ from nanovllm.validation import (
 
 WHOLE_CONTEXT = 2**31 - 1  # value of max_model_len for the model's own limit
 DEFAULT_LEN = 4096  # default max_model_len; the model's own limit if that is less
+DEFAULT_IMAGES = 16  # most images per prompt
 DTYPES = ("float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")  # the last two are synonyms
 DTYPE_NAMES = {"half": "float16", "float": "float32"}  # aliases in PyTorch and vLLM
@@ -126,6 +127,13 @@ class EngineConfig:
         parse=json_object,
         unset="no drafts",
     )
+    limit_mm_per_prompt: Mapping[str, int] | None = option(
+        None,
+        'JSON: {"image": 4} limits the images of a prompt; with 0, the vision tower is not loaded',
+        hash=False,
+        parse=json_object,
+        unset=f"{DEFAULT_IMAGES} images",
+    )
     model_impl: Literal["auto", "nanovllm", "transformers"] = option(
         "auto",
         "model code: nanovllm, or transformers, which is slower; auto prefers nanovllm",
@@ -141,6 +149,11 @@ class EngineConfig:
     def num_speculative_tokens(self) -> int:
         """Maximum number of draft tokens per sequence; 0 without speculative decoding."""
         return 0 if self.speculative is None else self.speculative.num_speculative_tokens
+
+    @property
+    def max_images(self) -> int:
+        """Maximum number of images in a prompt; 0: the model runs without its vision tower."""
+        return (self.limit_mm_per_prompt or {}).get("image", DEFAULT_IMAGES)
 
     @property
     def max_num_rows(self) -> int:
@@ -187,6 +200,12 @@ class EngineConfig:
         self._require("depth", self.depth in (None, 0, 1), "0, 1 or None")
         if self.speculative_config is not None:
             SpeculativeConfig.read(self.speculative_config)
+        limits = self.limit_mm_per_prompt or {}
+        is_valid = isinstance(limits, Mapping) and all(
+            isinstance(name, str) and type(limit) is int and limit >= 0
+            for name, limit in limits.items()
+        )
+        self._require("limit_mm_per_prompt", is_valid, 'a dict such as {"image": 4}')
         is_time = 0 <= self.step_timeout < float("inf")
         self._require("step_timeout", is_time, "a number of seconds, or 0 for no limit")
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from nanovllm.engine.engine_options import TEXT_ONLY
+from nanovllm.engine.images import ImageParts
 from nanovllm.errors import RequestError, at_index
 from nanovllm.validation import require, require_text
 
@@ -42,8 +43,8 @@ def template_options(options: ChatOptions) -> dict[str, Any]:
 
 def prompts_of(
     input_processor: InputProcessor, messages: Messages, **options: Any
-) -> list[list[int]]:
-    """Return one prompt of token ids per conversation."""
+) -> list[list[int] | dict[str, Any]]:
+    """Return one prompt per conversation: token ids or, with images, a dict."""
     from nanovllm.engine.chat_template import (  # imports jinja2, which only chats need
         ChatTemplate,
         choose_template,
@@ -60,42 +61,63 @@ def prompts_of(
             "chat_template, or leave out tools"
         )
     template, variables = ChatTemplate(source), {**tokenizer.special_tokens_map, **options}
-    prompts, conversations = [], as_conversations(messages)
-    for index, conversation in enumerate(conversations):
+    prompts = list[list[int] | dict[str, Any]]()
+    conversations = _split(messages)
+    for index, (name, given) in enumerate(conversations):
+        images = ImageParts(input_processor.image_reader.refusal)
+        conversation = _as_conversation(given, name, images)
         try:
             text = template.render(conversation, **variables)
             require_text("messages", text)
         except RequestError as error:
             raise at_index(error, "messages", index, len(conversations)) from error
-        prompts.append(input_processor.encode(text, add_special_tokens=False))
+        ids = input_processor.encode(text, add_special_tokens=False)
+        if images.sources:
+            data = {"image": images.sources}
+            prompts.append({"prompt_token_ids": ids, "multi_modal_data": data})
+        else:
+            prompts.append(ids)
     return prompts
 
 
 def as_conversations(messages: Messages) -> list[list[Message]]:
     """Return a list of conversations, given one or several; contents become strings."""
+    return [_as_conversation(conversation, name) for name, conversation in _split(messages)]
+
+
+def _split(messages: Messages) -> list[tuple[str, Any]]:
+    """Return the name of each conversation, for errors, and the conversation."""
     is_valid = isinstance(messages, (list, tuple)) and messages
     require(is_valid, "messages", "a list of at least one message", messages)
     if isinstance(messages[0], Mapping):
-        return [_as_conversation(messages, "messages")]
-    names = (f"messages[{index}]" for index in range(len(messages)))
-    return list(map(_as_conversation, messages, names))
+        return [("messages", messages)]
+    return [(f"messages[{index}]", each) for index, each in enumerate(messages)]
 
 
-def _as_conversation(conversation: Any, name: str) -> list[Message]:
+def _as_conversation(
+    conversation: Any, name: str, images: ImageParts | None = None
+) -> list[Message]:
     is_valid = isinstance(conversation, (list, tuple)) and conversation
     require(is_valid, name, "a list of at least one message", conversation)
-    return [as_message(message, f"{name}[{i}].content") for i, message in enumerate(conversation)]
+    return [
+        as_message(message, f"{name}[{i}].content", images)
+        for i, message in enumerate(conversation)
+    ]
 
 
-def as_message(message: Any, path: str) -> Message:
-    """Return a message whose content is a string; `path` is that of the content, for errors."""
+def as_message(message: Any, path: str, images: ImageParts | None = None) -> Message:
+    """Return a message whose content is a string; `path` is that of the content, for errors.
+
+    With `images`, a content with images is a list of parts, and its images are added to `images`.
+    """
     name = path.removesuffix(".content")
     is_valid = isinstance(message, Mapping) and isinstance(message.get("role"), str)
     require(is_valid, name, "a dict with a role and content", message)
     content = message.get("content")
     if content is None and any(message.get(key) for key in _CALL_KEYS):
         content = ""
-    written = {**message, "content": text_of(content, path)}
+    parts = None if images is None else images.split(content, path)
+    written = {**message, "content": text_of(content, path) if parts is None else parts}
     if isinstance(message.get("tool_calls"), (list, tuple)):
         calls = f"{name}.tool_calls"
         written["tool_calls"] = [_as_call(call, calls) for call in message["tool_calls"]]

@@ -43,8 +43,10 @@ IGNORED_WITH_VALUE = {
     "guided_decoding_backend": "structured output has one backend",
     "structured_outputs_config": "structured output has one backend",
     "scheduling_policy": "requests are served by priority, then in order of arrival",
-    **dict.fromkeys(("limit_mm_per_prompt", "mm_processor_kwargs", "media_io_kwargs"), TEXT_ONLY),
-    **dict.fromkeys(("allowed_local_media_path", "mm_processor_cache_gb"), TEXT_ONLY),
+    "mm_processor_kwargs": "images are resized as the checkpoint defines",
+    "media_io_kwargs": "images are always read as RGB",
+    "allowed_local_media_path": "requests never read files",
+    "mm_processor_cache_gb": "the cache of image embeddings takes up to 1 GiB",
     "response_role": "the role is always assistant",
 }
 # Unsupported options, and the values that are accepted because they equal the default behavior.
@@ -93,6 +95,7 @@ class EngineOptions(TypedDict, total=False):
     kv_cache_dtype: str
     quantization: str | None
     speculative_config: Mapping[str, Any] | None
+    limit_mm_per_prompt: Mapping[str, int] | None
     model_impl: Literal["auto", "nanovllm", "transformers"]
 
 

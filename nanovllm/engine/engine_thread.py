@@ -100,8 +100,10 @@ class EngineThread:
     ) -> RequestState:
         """Validate and tokenize a prompt in any form, without queueing it."""
         self.raise_if_closed()
-        item = as_prompt(prompt, cache_salt)
-        state = self.input_processor.process(item.content, params, item.cache_salt, **options)
+        item = as_prompt(prompt, cache_salt, self.input_processor.image_reader.refusal)
+        state = self.input_processor.process(
+            item.content, params, item.cache_salt, images=item.images, **options
+        )
         self.core.check(state.completions[0].request)
         state.index = index
         return state

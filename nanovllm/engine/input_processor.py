@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import threading
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ import xxhash
 
 from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.grammar import GrammarEngine
+from nanovllm.engine.images import ImageReader, ImageSource, NoImages, PlacedImages
 from nanovllm.engine.output_processor import CompletionState, RequestState
 from nanovllm.engine.request import Request
 from nanovllm.engine.scoring import check_pooling
@@ -46,6 +47,7 @@ class InputProcessor:
         has_workers: bool = False,
         create_grammars: Callable[[], GrammarEngine] | None = None,
         default_pooling: Pooling | None = None,
+        image_reader: ImageReader | None = None,
     ) -> None:
         self.tokenizer = vocabulary.tokenizer
         self._create_grammars = create_grammars
@@ -56,6 +58,7 @@ class InputProcessor:
         self._engine_seed = seed
         # The pooling of a model that only embeds; None for a model that generates.
         self.default_pooling = default_pooling
+        self.image_reader = image_reader or NoImages()
         self._seq_ids = itertools.count()
         self._lock = threading.Lock()
         self._tokenizing = threading.Lock()  # tokenizer.encode may change the tokenizer's settings
@@ -80,6 +83,7 @@ class InputProcessor:
         is_streaming: bool = False,
         pooling: Pooling | None = None,
         request_id: str | None = None,
+        images: Sequence[ImageSource] = (),
     ) -> RequestState:
         """Validate and tokenize a prompt; return its state, with one request per completion."""
         self._check_params(params)
@@ -93,6 +97,10 @@ class InputProcessor:
         token_ids = self.token_ids_of(prompt)
         if params.truncate_prompt_tokens is not None:
             token_ids = token_ids[-params.truncate_prompt_tokens :]
+        placed = PlacedImages(token_ids, ())
+        if images:
+            require(pooling is None, "prompt", "text for embeddings and scores", "images")
+            placed = self.image_reader.place(token_ids, images)
         tokenizer = self.tokenizer if is_streaming or params.stop else None
         seq_id = next(self._seq_ids)
         request_id = str(seq_id) if request_id is None else request_id
@@ -102,7 +110,7 @@ class InputProcessor:
             params = replace(params, structured_outputs=None)
         first = Request(
             seq_id,
-            token_ids,
+            placed.token_ids,
             params,
             self._seed(params, seq_id, 0),
             stop_token_ids=self._stop_token_ids(params),
@@ -111,6 +119,7 @@ class InputProcessor:
             cache_salt=cache_salt or None,  # an empty salt means no salt
             is_streaming=is_streaming or tokenizer is not None or params.logprobs is not None,
             pooling=pooling,
+            images=placed.images,
             request_id=request_id,
         )
         requests = [first]

@@ -122,7 +122,7 @@ class OutputProcessor:
         return RequestOutput(
             seq_id=state.seq_id,
             prompt=state.prompt,
-            prompt_token_ids=request.token_ids.tolist(),
+            prompt_token_ids=request.prompt_token_ids,
             text=best.text,
             token_ids=best.token_ids,
             finish_reason=best.finish_reason,

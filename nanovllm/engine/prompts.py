@@ -9,19 +9,22 @@ from numbers import Number
 from typing import Any
 
 from nanovllm.engine.engine_options import TEXT_ONLY
+from nanovllm.engine.images import ImageSource, images_of
 from nanovllm.errors import RequestError
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.validation import require
 
 # One prompt is a string, token ids (a list, tuple or array), or a dict with "prompt" or
-# "prompt_token_ids" and optionally "cache_salt". Several are a list, tuple or array of prompts.
+# "prompt_token_ids", and optionally "cache_salt" and "multi_modal_data". Several are a list, tuple
+# or array of prompts.
 Prompts = Any
 Params = SamplingParams | Sequence[SamplingParams] | None
 
 _CONTENT_KEYS = ("prompt", "prompt_token_ids")
 _PROMPT_FORM = (
     "a string, token ids (a list, tuple or array of integers), or a dict with either "
-    '"prompt" (a string) or "prompt_token_ids", and optionally "cache_salt"'
+    '"prompt" (a string) or "prompt_token_ids", and optionally "cache_salt" and '
+    '"multi_modal_data"'
 )
 
 
@@ -31,6 +34,7 @@ class Prompt:
 
     content: str | list[int]
     cache_salt: str | None = None
+    images: tuple[ImageSource, ...] = ()
 
 
 def split_prompts(prompts: Prompts) -> list[Any]:
@@ -46,24 +50,32 @@ def split_prompts(prompts: Prompts) -> list[Any]:
     return [items] if items and isinstance(items[0], Number) else list(items)
 
 
-def as_prompt(prompt: Any, cache_salt: str | None = None) -> Prompt:
-    """Normalize one prompt; its own `cache_salt` overrides that of the call."""
-    content = prompt
+def as_prompt(
+    prompt: Any, cache_salt: str | None = None, image_refusal: str | None = TEXT_ONLY
+) -> Prompt:
+    """Normalize one prompt; its own `cache_salt` overrides that of the call.
+
+    Images are refused for the reason `image_refusal`, if any.
+    """
+    content, images = prompt, tuple[ImageSource, ...]()
     if isinstance(prompt, Mapping):
         given = [key for key in _CONTENT_KEYS if prompt.get(key) is not None]
         if prompt.get("multi_modal_data"):
-            raise RequestError(f"multi_modal_data: {TEXT_ONLY}", param="prompt")
-        is_valid = len(given) == 1 and {*prompt} <= {*_CONTENT_KEYS, "cache_salt"}
+            if image_refusal is not None:
+                raise RequestError(f"multi_modal_data: {image_refusal}", param="prompt")
+            images = images_of(prompt["multi_modal_data"])
+        optional = {"cache_salt", "multi_modal_data"}
+        is_valid = len(given) == 1 and {*prompt} <= {*_CONTENT_KEYS, *optional}
         require(is_valid, "prompt", _PROMPT_FORM, prompt)
         own_salt = prompt.get("cache_salt")
         cache_salt = cache_salt if own_salt is None else own_salt
         content = prompt[given[0]]
         require(isinstance(content, str) == (given[0] == "prompt"), "prompt", _PROMPT_FORM, prompt)
     if isinstance(content, str):
-        return Prompt(str(content), cache_salt)
+        return Prompt(str(content), cache_salt, images)
     ids = _from_array(content)
     require(isinstance(ids, (list, tuple)), "prompt", _PROMPT_FORM, prompt)
-    return Prompt(list(ids), cache_salt)
+    return Prompt(list(ids), cache_salt, images)
 
 
 def as_params(params: Params, num_prompts: int) -> list[SamplingParams]:

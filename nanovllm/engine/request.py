@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from nanovllm.engine.grammar import Grammar
+from nanovllm.engine.images import PromptImage, outside_ids
 from nanovllm.engine.step import Pooling, Vector
 from nanovllm.errors import PromptTooLongError
 from nanovllm.sampling_params import SamplingParams
@@ -38,8 +39,14 @@ class Request:
     cache_salt: str | None = None
     is_streaming: bool = False  # each token is returned as soon as it is sampled, not at the end
     pooling: Pooling | None = None  # None: generate instead of pooling
+    images: tuple[PromptImage, ...] = ()
     request_id: str = ""  # prompts with the same id take turns with other requests
     arrival_time: float = field(default_factory=time.perf_counter)
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """The prompt's token ids as they are shown outside the engine."""
+        return outside_ids(self.token_ids, self.images)
 
     def check_length(self, max_len: int) -> None:
         """Raise PromptTooLongError if the prompt does not fit into `max_len` tokens."""

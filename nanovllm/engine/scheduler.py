@@ -305,6 +305,7 @@ class Scheduler:
                 seq.request.stop_token_ids,
                 seq.request.bad_words,
                 seq.request.pooling,
+                seq.request.images,
             )
         )
         # A prompt that does not fit takes the rest of the budget.

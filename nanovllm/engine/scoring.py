@@ -85,7 +85,7 @@ def score(
     cache_salt: str | None,
 ) -> list[Score]:
     """Implement `LLM.score`; `complete` runs prompts, `encode` tokenizes them."""
-    first = as_prompt(prompt, cache_salt)
+    first = as_prompt(prompt, cache_salt, "score reads text only")
     continued = continue_prompt(first.content, continuations, encode)
     wholes = [each.token_ids for each in continued]
     outputs = complete(wholes, SCORED, first.cache_salt)

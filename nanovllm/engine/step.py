@@ -9,6 +9,7 @@ from typing import Any, Generic, Literal, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from nanovllm.engine.images import PromptImage
 from nanovllm.sampling_params import SamplingParams
 
 IntColumn = npt.NDArray[np.int32]
@@ -39,6 +40,7 @@ class NewRow:
     stop_token_ids: frozenset[int]  # masked until params.min_tokens tokens are generated
     bad_words: tuple[tuple[int, ...], ...] = ()  # forbidden sequences of token ids
     pooling: Pooling | None = None  # None: sample instead of pooling
+    images: tuple[PromptImage, ...] = ()  # of the prompt
 
     @property
     def is_plain(self) -> bool:

@@ -40,16 +40,26 @@ class SampledTokens:
 
 
 @dataclass(frozen=True, slots=True)
+class EmbeddedTokens:
+    """Tokens whose embeddings do not come from the embedding layer, such as those of images."""
+
+    index: Tensor  # indices of these tokens in the batch
+    values: Tensor  # their embeddings, [index, hidden_size]
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardBatch:
     """One step's inputs, all rows concatenated."""
 
     input_ids: Tensor  # [tokens]
-    positions: Tensor  # [tokens]
+    positions: Tensor  # [tokens], rows of the table of rotations
     slot_mapping: Tensor  # [tokens], token -> position in the KV cache
     sampled: SampledTokens | None  # None: the logits of all tokens are needed
     attention: Any  # the attention backend's plan for this step
     caches: list[LayerCache | LayerState]  # one per layer
     recurrent: RecurrentRows | None = None  # set if the model has recurrent layers
+    embedded: EmbeddedTokens | None = None
+    rope: Tensor | None = None  # replaces the model's tables of rotations
 
 
 class Layer(nn.Module):

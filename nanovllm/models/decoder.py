@@ -70,8 +70,13 @@ class DecoderBody(Layer):
 
     def forward(self, batch: ForwardBatch) -> ResidualStream:
         """Return the hidden states of the sampled tokens, before the final norm."""
-        hidden = ResidualStream(self.embed_tokens(batch.input_ids))
-        for layer, rope in zip(self.layers, self.ropes, strict=True):
+        x, ropes = self.embed_tokens(batch.input_ids), self.ropes
+        if batch.embedded is not None:
+            x[batch.embedded.index] = batch.embedded.values
+        if batch.rope is not None:
+            ropes = [batch.rope] * len(ropes)
+        hidden = ResidualStream(x)
+        for layer, rope in zip(self.layers, ropes, strict=True):
             hidden = layer(hidden, rope, batch)
         return hidden
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -41,6 +41,7 @@ class Sampled:
 
 
 Forward = Callable[[StepPlan], StepLogits]  # also applies the plan's changes to the InputBatch
+Edit = Callable[[StepPlan, ForwardBatch], ForwardBatch]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,7 @@ class EagerForward:
     attention: AttentionBackend
     caches: list[LayerCache | LayerState]
     state_cache: StateCache | None = None  # set if the model has recurrent layers
+    edits: list[Edit] = field(default_factory=list)  # change each batch before it runs
 
     def __call__(self, plan: StepPlan) -> StepLogits:
         return self.step_logits(self.model(self.batch(plan)), plan)
@@ -72,7 +74,10 @@ class EagerForward:
         planned = self.attention.plan(rows)
         recurrent = None if self.state_cache is None else recurrent_rows(plan, upload)
         inputs = input_ids, positions, slot_mapping
-        return ForwardBatch(*inputs, sampled, planned, self.caches, recurrent)
+        batch = ForwardBatch(*inputs, sampled, planned, self.caches, recurrent)
+        for edit in self.edits:
+            batch = edit(plan, batch)
+        return batch
 
     def step_logits(self, values: Tensor, plan: StepPlan) -> StepLogits:
         slots, positions = map(self.input_batch.device.upload, sampled_rows(plan))
