@@ -265,9 +265,7 @@ class AsyncLLM:
         one = as_prompt(prompt, cache_salt, self.input_processor.image_reader.refusal)
         given = one.content, params, one.cache_salt, is_streaming, pooling, request_id, one.images
         is_short = isinstance(one.content, list) and not one.images
-        state = await self._prepare(
-            partial(self.input_processor.process, *given), is_short, params
-        )
+        state = await self._prepare(partial(self.input_processor.process, *given), is_short, params)
         state.completions[0].request.check_length(self.max_len)
         stream = self._begin(state)
         is_over = False

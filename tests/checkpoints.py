@@ -25,6 +25,8 @@ from transformers import (
     Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
+    Qwen3_5Config,
+    Qwen3_5MoeConfig,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
@@ -89,6 +91,8 @@ WINDOW = 20  # not a multiple of the block size
 CENTERED = (
     Gemma2Config,
     Gemma3TextConfig,
+    Qwen3_5Config,
+    Qwen3_5MoeConfig,
     Qwen3_5TextConfig,
     Qwen3_5MoeTextConfig,
     Qwen3NextConfig,

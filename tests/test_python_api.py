@@ -119,9 +119,18 @@ def test_adapters_are_not_supported(option: dict[str, Any]) -> None:
     assert engine_config("x", {"enable_lora": False, "max_lora_rank": None}) == EngineConfig("x")
 
 
-def test_options_about_images_have_no_effect(caplog: pytest.LogCaptureFixture) -> None:
-    engine_config("x", {"limit_mm_per_prompt": {"image": 1}})
-    assert caplog.messages == ["limit_mm_per_prompt has no effect: this model reads text only"]
+def test_options_of_image_processors_have_no_effect(caplog: pytest.LogCaptureFixture) -> None:
+    engine_config("x", {"mm_processor_kwargs": {"max_pixels": 1024}})
+    reason = "images are resized as the checkpoint defines"
+    assert caplog.messages == [f"mm_processor_kwargs has no effect: {reason}"]
+
+
+def test_the_number_of_images_is_limited() -> None:
+    assert EngineConfig("x").max_images == 16
+    assert engine_config("x", {"limit_mm_per_prompt": {"image": 1, "video": 0}}).max_images == 1
+    for limits in ({"image": -1}, {"image": True}, {5: 1}, 7):
+        with pytest.raises(ConfigError, match="limit_mm_per_prompt must be"):
+            engine_config("x", {"limit_mm_per_prompt": limits})
 
 
 @pytest.mark.parametrize(

@@ -23,10 +23,10 @@ PACKAGE = Path(__file__).parent.parent / "nanovllm"
 RINGS = [
     "errors validation structured_outputs sampling_params outputs config",
     *("engine", "ops", "checkpoint", "attention", "layers", "models", "worker"),  # the core
-    *("devices", "features", "parallel", "assembly", "llm"),
+    *("devices", "features", "vision", "parallel", "assembly", "llm"),
     *("serve", "async_llm", "batch", "cli", "ray"),
 ]
-OUTER = ("devices", "features", "parallel", "serve", "batch", "cli", "ray")
+OUTER = ("devices", "features", "vision", "parallel", "serve", "batch", "cli", "ray")
 OPEN = {"nanovllm.devices.choose", "nanovllm.devices.replica_share"}
 LEVELS = {name: level for level, names in enumerate(RINGS) for name in names.split()}
 
@@ -61,7 +61,9 @@ def test_imports_point_downwards() -> None:
             assert LEVELS[target] <= LEVELS[ring], f"{path} imports {module}"
 
 
-@pytest.mark.parametrize("folder", ["engine", "worker", "features", "checkpoint", "layers"])
+@pytest.mark.parametrize(
+    "folder", ["engine", "worker", "features", "vision", "checkpoint", "layers"]
+)
 def test_files_form_no_circles(folder: str) -> None:
     """No file needs itself through the files that it imports; annotations may name any type."""
     files = {
@@ -209,9 +211,10 @@ print(llm.config.target_inter_token_ms, parse(["serve"]).target_inter_token_ms)
 
 def test_only_the_assembly_and_servers_import_features() -> None:
     """The core and `parallel/` do not, not even for annotations."""
+    folders = re.compile(r"nanovllm\.(features|vision)\b")
     for path, ring in sources():
-        if ring not in ("features", "assembly", "serve"):
-            assert not any("nanovllm.features" in name for name in imported_modules(path)), path
+        if ring not in ("features", "vision", "assembly", "serve"):
+            assert not any(map(folders.match, imported_modules(path))), path
 
 
 def test_only_the_registry_imports_the_fallback() -> None:

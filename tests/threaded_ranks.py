@@ -79,7 +79,8 @@ class ThreadedExecutor:
 
         def make(rank: int) -> Worker:
             device = make_device(config, self.ranks.groups[rank])
-            return Worker(config, model_config, checkpoint, device, create_parts(config, model_config, checkpoint))
+            parts = create_parts(config, model_config, checkpoint)
+            return Worker(config, model_config, checkpoint, device, parts)
 
         self.workers = self.ranks.run(make)
 

@@ -36,6 +36,11 @@ class PromptImage:
         return self.height * self.width
 
     @property
+    def rope_offset(self) -> int:
+        """What the image adds to the positions of later tokens for rotations, as in M-RoPE."""
+        return max(self.height, self.width) - self.num_tokens
+
+    @property
     def end(self) -> int:
         return self.start + self.num_tokens
 
@@ -107,7 +112,7 @@ class ImageParts:
             text = part.get("text") if isinstance(part, Mapping) else part
             is_text = text is part or part.get("type", "text") == "text"
             require(is_text and isinstance(text, str), path, "texts and images", part)
-            return {"type": "text", "text": text}
+            return {"type": "text", "text": str(text)}
         kind = part["type"]
         if self.refusal is not None:
             message = f"{path} has a part of type {kind!r}, but {self.refusal}"

@@ -64,7 +64,7 @@ def as_prompt(
             if image_refusal is not None:
                 raise RequestError(f"multi_modal_data: {image_refusal}", param="prompt")
             images = images_of(prompt["multi_modal_data"])
-        optional = {"cache_salt", "multi_modal_data"}
+        optional = ("cache_salt", "multi_modal_data") if images else ("cache_salt",)
         is_valid = len(given) == 1 and {*prompt} <= {*_CONTENT_KEYS, *optional}
         require(is_valid, "prompt", _PROMPT_FORM, prompt)
         own_salt = prompt.get("cache_salt")

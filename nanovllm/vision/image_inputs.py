@@ -1,7 +1,7 @@
 """ImageInputs: what images add to a worker. Embeds their tokens, and rotates queries and keys.
 
-An image is encoded when the first chunk that contains some of its tokens runs. So it waits for its
-turn as its prompt does, and delays other requests by at most one image more than their tokens would.
+An image is encoded when the first chunk that contains some of its tokens runs. So it waits its turn
+as its prompt does, and a step encodes at most one image more than fits in its tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from nanovllm.models.decoder import DecoderModel
 from nanovllm.vision.image_settings import ImageSettings
 from nanovllm.vision.tower import Tower, load_tower
 from nanovllm.worker.device_interface import Device
-from nanovllm.worker.forward import Forward, StepLogits, slots_and_positions
+from nanovllm.worker.forward import StepLogits, slots_and_positions
 from nanovllm.worker.input_batch import InputBatch
 from nanovllm.worker.memory_needs import MemoryNeeds
 from nanovllm.worker.model_runner import ModelRunner
@@ -103,7 +103,7 @@ class ImageInputs:
         """Set the positions of rows whose prompts have images, and the embeddings of images."""
         if self._prompts.keys().isdisjoint(plan.slots.tolist()):
             return batch
-        positions = np.broadcast_to(slots_and_positions(plan)[1], (3, int(plan.counts.sum()))).copy()
+        positions = np.tile(slots_and_positions(plan)[1], (3, 1))
         index: list[npt.NDArray[np.int64]] = []
         values: list[Tensor] = []
         columns = plan.slots, plan.starts, plan.counts, np.cumsum(plan.counts) - plan.counts
@@ -137,8 +137,8 @@ class ImageInputs:
         """Return whether a row begins before the end of its prompt's last image."""
         if not self._prompts:
             return False
-        rows = zip(plan.slots.tolist(), plan.starts.tolist(), strict=True)
-        return any(slot in self._prompts and start < self._prompts[slot].end for slot, start in rows)
+        starts = dict(zip(plan.slots.tolist(), plan.starts.tolist(), strict=True))
+        return any(starts.get(slot, each.end) < each.end for slot, each in self._prompts.items())
 
     def _rotations(self, positions: Tensor) -> Tensor:
         """Return the cosines and sines [tokens, 2, pairs] of positions [3, tokens]."""
@@ -151,7 +151,7 @@ class EmbeddingCache:
     """The embeddings of the images used last, in host memory."""
 
     def __init__(self, tower: Tower, max_bytes: int) -> None:
-        self._tower, self._max_bytes = tower, max_bytes
+        self._tower, self.max_bytes = tower, max_bytes
         self._device: Device = tower.device
         self._num_bytes = 0
         self.num_encoded = 0
@@ -170,7 +170,7 @@ class EmbeddingCache:
         entry = self._device.fetch(embeddings.view(torch.int16)), embeddings.nbytes
         self._entries[image.token_id] = entry
         self._num_bytes += embeddings.nbytes
-        while self._num_bytes > self._max_bytes:
+        while self._num_bytes > self.max_bytes:
             self._num_bytes -= self._entries.popitem(last=False)[1][1]
         return embeddings
 
@@ -182,14 +182,14 @@ def axes_of(images: Sequence[PromptImage]) -> tuple[npt.NDArray[np.int64], int]:
     time of its beginning, and its height and width begin there. The text after it begins behind the
     longer side of the image. Also return the offset of that text.
     """
-    axes = np.broadcast_to(np.arange(images[-1].end), (3, images[-1].end)).copy()
+    axes = np.tile(np.arange(images[-1].end), (3, 1))
     offset = 0
     for image in images:
-        axes[:, image.start :] += -image.num_tokens + max(image.height, image.width)
+        axes[:, image.end :] += image.rope_offset
         first = image.start + offset
         y, x = np.divmod(np.arange(image.num_tokens), image.width)
         axes[:, image.start : image.end] = first + np.stack((0 * y, y, x))
-        offset += max(image.height, image.width) - image.num_tokens
+        offset += image.rope_offset
     return axes, offset
 
 

@@ -12,6 +12,7 @@ from nanovllm.checkpoint.folder_files import read_json
 from nanovllm.config import ConfigJson
 from nanovllm.errors import CheckpointError
 
+TEXT_ANYWAY = 'to run the text model alone, set limit_mm_per_prompt={"image": 0}'
 # Models whose tower gives embeddings only, and no features for the text model's first layers.
 ARCHITECTURES = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")  # transformers 4, and 5
@@ -38,21 +39,25 @@ class ImageSettings:
 
 
 def read_image_settings(checkpoint: Checkpoint) -> ImageSettings | None:
-    """Return the settings of a model that sees images; None for other models."""
+    """Return the settings of a model that sees images.
+
+    Return None for other models, and for copies of a model without the image processor's settings.
+    """
     if checkpoint.is_gguf or not (checkpoint.path / "config.json").is_file():
         return None
     config = read_json(checkpoint.path / "config.json")
     names, vision = config.get("architectures"), config.get("vision_config")
     if not names or names[0] not in ARCHITECTURES or not isinstance(vision, Mapping):
         return None
-    if vision.get("deepstack_visual_indexes"):
+    processor = _read_processor(checkpoint.path)
+    if processor is None or vision.get("deepstack_visual_indexes"):
         return None
     try:
-        return _read(config, vision, _read_processor(checkpoint.path))
+        return _read(config, vision, processor)
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"the settings for images in {checkpoint.path} are invalid ({error!r:.200}); fetch them "
-            'again, or run without images: limit_mm_per_prompt={"image": 0}'
+            f"the settings for images in {checkpoint.path} are invalid ({error!r:.200}); fetch "
+            f"them again, or {TEXT_ANYWAY}"
         ) from error
 
 
@@ -83,11 +88,11 @@ def _read(config: ConfigJson, vision: ConfigJson, processor: ConfigJson) -> Imag
     return settings
 
 
-def _read_processor(folder: Path) -> dict[str, Any]:
+def _read_processor(folder: Path) -> dict[str, Any] | None:
     """Return the settings of the image processor, which transformers 5 nests in those of others."""
     for name in PROCESSOR_FILES:
         if (folder / name).is_file():
             processor = read_json(folder / name)
             nested: dict[str, Any] = processor.get("image_processor", processor)
             return nested
-    raise ValueError(f"there is no {PROCESSOR_FILES[0]}")
+    return None

@@ -57,6 +57,8 @@ class PillowReader:
             image = replace(next(unread), start=len(expanded))
             images.append(image)
             expanded.extend([image.token_id] * image.num_tokens)
+        has_text = len(expanded) > sum(image.num_tokens for image in images)
+        require(has_text, "prompt", "images with at least one token of text", sources)
         return PlacedImages(expanded, tuple(images))
 
     def _read_at(self, index: int, sources: Sequence[ImageSource]) -> PromptImage:

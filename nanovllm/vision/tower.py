@@ -12,10 +12,8 @@ from nanovllm.checkpoint.find import Checkpoint
 from nanovllm.checkpoint.list_tensors import list_vision_tensors
 from nanovllm.engine.images import PromptImage
 from nanovllm.errors import CheckpointError, UnsupportedModelError
-from nanovllm.vision.image_settings import ImageSettings
+from nanovllm.vision.image_settings import TEXT_ANYWAY, ImageSettings
 from nanovllm.worker.device_interface import Device
-
-TEXT_ANYWAY = 'to run the text model alone, set limit_mm_per_prompt={"image": 0}'
 
 
 class Tower:
@@ -42,12 +40,14 @@ class Tower:
         """
         settings = self.settings
         size, merge, edge = settings.patch_size, settings.merge_size, settings.token_size
-        array = np.frombuffer(image.pixels, np.uint8)
+        array = np.frombuffer(bytearray(image.pixels), np.uint8)  # torch needs writable memory
         array = array.reshape(image.height * edge, image.width * edge, 3)
         pixels = self.device.upload(array).permute(2, 0, 1).float() / 255
         pixels = (pixels - self._mean) / self._std
         pixels = pixels.view(3, image.height, merge, size, image.width, merge, size)
-        patches = pixels.permute(1, 4, 2, 5, 0, 3, 6)  # [rows, columns, merge, merge, 3, size, size]
+        patches = pixels.permute(
+            1, 4, 2, 5, 0, 3, 6
+        )  # [height, width, merge, merge, 3, size, size]
         patches = patches.unsqueeze(5).expand(*[-1] * 5, settings.frames, -1, -1)
         return patches.flatten(4).flatten(0, 3).to(self.dtype)
 
@@ -78,12 +78,12 @@ def _build(vision_config: Any, dtype: torch.dtype) -> nn.Module:
 def _load_weights(model: nn.Module, checkpoint: Checkpoint, device: Device) -> None:
     expected = dict(model.named_parameters())
     stored = {tensor.name: tensor for tensor in list_vision_tensors(checkpoint)}
-    wrong = sorted(expected.keys() ^ stored.keys())
-    shapes = [name for name in expected.keys() & stored if expected[name].shape != stored[name].shape]
-    if wrong or shapes:
+    shapes = {name: tuple(parameter.shape) for name, parameter in expected.items()}
+    found = {name: tensor.shape for name, tensor in stored.items()}
+    if wrong := sorted(dict(shapes.items() ^ found.items())):
         raise CheckpointError(
             f"{checkpoint.path}: the tensors of the vision tower do not fit its config "
-            f"({', '.join((wrong + shapes)[:3])}); fetch the model again, or {TEXT_ANYWAY}"
+            f"({', '.join(wrong[:3])}); fetch the model again, or {TEXT_ANYWAY}"
         )
     for name, parameter in expected.items():
         first = 0

@@ -51,6 +51,7 @@ def slot_fields(max_model_len: int, block_size: int) -> dict[str, SlotField]:
         "presence": SlotField(np.float32, lambda row: row.params.presence_penalty),
         "frequency": SlotField(np.float32, lambda row: row.params.frequency_penalty),
         "repetition": SlotField(np.float32, lambda row: row.params.repetition_penalty),
+        "rope_offsets": SlotField(np.int32, lambda row: sum(i.rope_offset for i in row.images)),
     }
 
 
@@ -68,6 +69,7 @@ class InputBatch:
     presence: Tensor  # penalty
     frequency: Tensor  # penalty
     repetition: Tensor  # penalty
+    rope_offsets: Tensor  # added to positions for rotations, behind the images of a prompt
     sampling_columns: SamplingColumns
 
     def __init__(self, device: Device, num_slots: int, max_model_len: int, block_size: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -57,9 +58,13 @@ class LoadedModel:
 
 
 def load_model(
-    config: EngineConfig, model_config: ModelConfig, checkpoint: Checkpoint, device: Device
+    config: EngineConfig,
+    model_config: ModelConfig,
+    checkpoint: Checkpoint,
+    device: Device,
+    profiles: Sequence[Callable[[], None]] = (),
 ) -> LoadedModel:
-    """Build a model, load its weights and compile its kernels."""
+    """Build a model, load its weights and compile its kernels; `profiles` run beside its steps."""
     is_tied = model_config.tie_word_embeddings and model_config.transformers_config is None
     has_weights = checkpoint.embedding is None and config.load_format != "dummy"
     if is_tied and has_weights and has_own_head(checkpoint):
@@ -88,7 +93,7 @@ def load_model(
         state_cache = create_state_cache(config, recurrent, dtype, spec, device, budget)
         num_slots = state_cache.counts.num_slots
     loaded = LoadedModel(model, spec, attention, device, state_cache, num_slots, needs)
-    needs = device.prepare(loaded, partial(profile_run, config, loaded))
+    needs = device.prepare(loaded, partial(profile_run, config, loaded, profiles))
     return replace(loaded, needs=needs)
 
 

@@ -153,10 +153,12 @@ class LogitsEdits:
         )
         tokens = input_batch.tokens[slots, :max_len]  # [rows, max_len]
         position = torch.arange(max_len, device=tokens.device, dtype=torch.int32)
-        is_known = position < lengths[:, None]
+        # The placeholders of images, which have negative ids, are not penalized.
+        is_known = (position < lengths[:, None]) & (tokens >= 0)
         is_output = is_known & (position >= input_batch.prompt_lens[slots][:, None])
-        # Positions beyond the row's tokens repeat its first token, which has no effect.
-        tokens = torch.where(is_known, tokens, tokens[:, :1])
+        # All other positions repeat a token of the row, which has no effect.
+        repeated = torch.where(is_known, tokens, -1).amax(1, keepdim=True)
+        tokens = torch.where(is_known, tokens, repeated)
         entries = indices[:, None], tokens.long()
         values = logits[entries].float()
         columns = (input_batch.presence, input_batch.frequency, input_batch.repetition)

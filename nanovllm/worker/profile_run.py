@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,8 +18,15 @@ if TYPE_CHECKING:
     from nanovllm.worker.load_model import LoadedModel
 
 
-def profile_run(config: EngineConfig, loaded: LoadedModel) -> EagerForward:
-    """Run a step of maximum size, whose rows share a few blocks; return the EagerForward."""
+def profile_run(
+    config: EngineConfig, loaded: LoadedModel, profiles: Sequence[Callable[[], None]]
+) -> EagerForward:
+    """Run a step of maximum size, whose rows share a few blocks; return the EagerForward.
+
+    Also run the work of `profiles`, which never runs at the same time as a step.
+    """
+    for profile in profiles:
+        profile()
     device, spec, num_slots = loaded.device, loaded.spec, loaded.num_slots
     counts = largest_counts(config, num_slots, loaded.model.config.recurrent is not None)
     num_rows = len(counts)

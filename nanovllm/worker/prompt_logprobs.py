@@ -71,6 +71,9 @@ def score_prompts(eager: EagerForward, hidden: ResidualStream, spans: list[Span]
 
     slots = upload(np.repeat([span.slot for span in spans], [span.count for span in spans]))
     tokens = eager.input_batch.tokens[slots, upload(column("start") + 1)]
+    placeholder_ids = {image.placeholder_id for span in spans for image in span.extras.row.images}
+    for placeholder_id in placeholder_ids:  # at most one: all images have the model's own
+        tokens = tokens.where(tokens >= 0, placeholder_id)
     num_top = max(span.extras.row.params.prompt_logprobs or 0 for span in spans)
     indices = upload(column("first_token"))
     pieces = [

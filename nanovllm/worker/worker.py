@@ -30,6 +30,9 @@ class WorkerPart(Protocol):
     def load(self, worker: Worker) -> MemoryNeeds:
         """Load models or weights; return what they need of the memory."""
 
+    def profile(self) -> None:
+        """Run the work that needs the most memory, unless the model's largest step needs more."""
+
     def attach(self, runner: ModelRunner, num_blocks: int, input_batch: InputBatch) -> None:
         """Add stages to the runner."""
 
@@ -97,7 +100,8 @@ class Worker:
     def _start(self) -> ExecutorInfo:
         config, device = self.config, self.device
         added = [part.load(self) for part in self.parts]
-        target = load_model(config, self.model_config, self.checkpoint, device)
+        profiles = [part.profile for part in self.parts]
+        target = load_model(config, self.model_config, self.checkpoint, device, profiles)
         counts = None if target.state_cache is None else target.state_cache.counts
         needs = reduce(MemoryNeeds.including, added, target.needs)
         num_blocks = agree(choose_num_blocks(config, needs, device), device)

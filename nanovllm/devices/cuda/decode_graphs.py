@@ -239,7 +239,8 @@ class DecodeGraphs:
         slots, context_lens, order = self._slots[rows], self._context_lens[rows], self._order[rows]
         inputs = self._input_ids[rows], self._positions[rows], self._slot_mapping[rows]
         state = input_batch.lengths, input_batch.tokens, input_batch.block_table
-        gather_decode(slots, *state, input_batch.block_size, (*inputs, context_lens, order))
+        where = input_batch.rope_offsets, input_batch.block_size
+        gather_decode(slots, *state, *where, (*inputs, context_lens, order))
         decode = DecodeRows(
             input_batch.block_table, slots, context_lens, order, max_context, shared
         )

@@ -197,8 +197,8 @@ class PrefillGraphs:
         slots, token_positions = parts[0].view(2, -1)
         positions, slot_mapping = self._token_columns[:, : size.num_tokens]
         inputs = self._input_ids[: size.num_tokens], positions, slot_mapping
-        state = input_batch.tokens, input_batch.block_table, input_batch.block_size
-        gather_tokens(slots, token_positions, *state, inputs)
+        state = input_batch.tokens, input_batch.block_table, input_batch.rope_offsets
+        gather_tokens(slots, token_positions, *state, input_batch.block_size, inputs)
         plan = self.attention.chunk_plan(
             input_batch.block_table, parts[1].view(3, -1), parts[2].view(4, -1), size.longest
         )

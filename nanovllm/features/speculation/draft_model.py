@@ -38,6 +38,9 @@ class DraftModel:
         )
         return self._loaded.needs
 
+    def profile(self) -> None:
+        """Do nothing: its steps are assumed to need less memory than the model's."""
+
     def attach(self, runner: ModelRunner, num_blocks: int, input_batch: InputBatch) -> None:
         self.runner = self._loaded.runner(num_blocks, input_batch)
         runner.stages.append(self.run)

@@ -217,12 +217,14 @@ def plain_gather_tokens(
     positions: Tensor,
     tokens: Tensor,
     block_table: Tensor,
+    rope_offsets: Tensor,
     block_size: int,
     columns: tuple[Tensor, Tensor, Tensor],
 ) -> None:
     tables: Any = SimpleNamespace(tokens=tokens, block_table=block_table, block_size=block_size)
     input_ids, slot_mapping = look_up(tables, slots.long(), positions.long())
     slot_mapping[slots == len(tokens) - 1] = -1
+    positions = positions + rope_offsets[slots.long()]
     for column, found in zip(columns, (input_ids, positions, slot_mapping), strict=True):
         column.copy_(found)
 

@@ -14,19 +14,20 @@ def gather_decode(
     lengths: Tensor,
     tokens: Tensor,
     block_table: Tensor,
+    rope_offsets: Tensor,
     block_size: int,
     columns: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
 ) -> None:
     """Gather the inputs of a decode step; a slot of length 0 is padding.
 
     A row runs the last token of its slot. If n rows have the same slot, they run its last n tokens.
-    `columns` are the output tensors: tokens, positions, slot_mapping and context lengths of the
-    rows, and the row indices sorted by sequence length, longest first.
+    `columns` are the output tensors: tokens, positions plus `rope_offsets`, slot_mapping and
+    context lengths of the rows, and the row indices sorted by sequence length, longest first.
     """
     num_rows = len(slots)
     block = min(triton.next_power_of_2(num_rows), 128)
     _gather[(triton.cdiv(num_rows, block),)](
-        *(slots, None, lengths, tokens, block_table, columns),
+        *(slots, None, lengths, tokens, block_table, rope_offsets, columns),
         *(num_rows, None, tokens.stride(0), block_table.stride(0)),
         BLOCK_SIZE=block_size,
         BLOCK=block,
@@ -39,18 +40,19 @@ def gather_tokens(
     positions: Tensor,
     tokens: Tensor,
     block_table: Tensor,
+    rope_offsets: Tensor,
     block_size: int,
     columns: tuple[Tensor, Tensor, Tensor],
 ) -> None:
     """Look up the tokens at the given positions of slots, and their slot_mapping.
 
     `slots` and `positions` are int32. The last slot of the tables is padding, for which the token
-    is 0 and slot_mapping is -1. `columns` are the output tensors: tokens, positions (int64) and
-    slot_mapping.
+    is 0 and slot_mapping is -1. `columns` are the output tensors: tokens, positions (int64) plus
+    `rope_offsets`, and slot_mapping.
     """
     num_tokens, block = len(slots), 256
     _gather[(triton.cdiv(num_tokens, block),)](
-        *(slots, positions, None, tokens, block_table, columns),
+        *(slots, positions, None, tokens, block_table, rope_offsets, columns),
         *(num_tokens, len(tokens) - 1, tokens.stride(0), block_table.stride(0)),
         BLOCK_SIZE=block_size,
         BLOCK=block,
@@ -74,6 +76,7 @@ def _gather(  # type: ignore[no-untyped-def]
     lengths,
     tokens,
     block_table,
+    rope_offsets,
     columns,
     num_rows,
     padding,
@@ -101,7 +104,8 @@ def _gather(  # type: ignore[no-untyped-def]
     block = tl.load(blocks + position // BLOCK_SIZE, mask=is_used, other=0).to(tl.int64)
     cache_slot = tl.where(is_used, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
     tl.store(columns[0] + row, token, mask=mask)
-    tl.store(columns[1] + row, position.to(tl.int64), mask=mask)
+    offset = tl.load(rope_offsets + slot, mask=is_used, other=0)
+    tl.store(columns[1] + row, (position + offset).to(tl.int64), mask=mask)
     tl.store(columns[2] + row, cache_slot, mask=mask)
     if positions is None:
         tl.store(columns[3] + row, length, mask=mask)

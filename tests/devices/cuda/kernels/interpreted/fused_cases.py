@@ -283,7 +283,9 @@ def gathered(slots: Tensor, lengths: Tensor) -> list[list[int]]:
     input_ids, context_lens, order = torch.zeros(3, num_rows, dtype=torch.int32, device=device)
     positions, slot_mapping = torch.zeros(2, num_rows, dtype=torch.int64, device=device)
     columns = (input_ids, positions, slot_mapping, context_lens, order)
-    gather_decode(slots, lengths, tokens, block_table, 16, columns)
+    offsets = 1000 * torch.arange(num_lines, dtype=torch.int32, device=device)
+    gather_decode(slots, lengths, tokens, block_table, offsets, 16, columns)
+    positions -= offsets[slots.long()] * (context_lens > 0)
     return [column.tolist() for column in columns]
 
 
@@ -302,7 +304,10 @@ def check_gather_tokens(device: str) -> None:
         input_ids[slots == num_slots], slot_mapping[slots == num_slots] = 0, -1  # padding
         columns = sent.to(device)[1:].view(2, -1)
         got = tuple(torch.zeros_like(x, device=device) for x in (input_ids, positions, positions))
-        gather_tokens(*columns, tokens.to(device), block_table.to(device), block_size, got)
+        offsets = torch.arange(num_slots + 1, dtype=torch.int32)
+        state = (each.to(device) for each in (tokens, block_table, offsets))
+        gather_tokens(*columns, *state, block_size, got)
+        positions += offsets[slots] * (slots < num_slots)
         for mine, want in zip(got, (input_ids, positions, slot_mapping), strict=True):
             assert mine.dtype == want.dtype
             assert mine.tolist() == want.tolist()
