@@ -8,6 +8,7 @@ graphs, padded prompts, every kind of sampling and every number of rows.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import random
 import tempfile
@@ -194,6 +195,30 @@ def check_hybrid_model(root: Path) -> None:
             assert [o.token_ids for o in outputs] == [checkpoint.generate(p, 3) for p in prompts]
         assert graphed.decode.graphs
         assert eager.call_count == 0
+
+
+def check_images(root: Path) -> None:
+    """Graphs add each prompt's offset to the positions of rows behind its images."""
+    if importlib.util.find_spec("PIL") is None:
+        return
+    from tests.vision.tiny_vision import as_input, noise, tiny_vision
+
+    checkpoint = tiny_vision(root, "dense")
+    after = random.Random(0).choices(range(140), k=9)
+    prompts = [[5, noise(1, 40, 16), *after], [3, 4], [7, noise(2, 16, 16), 8, 9]]
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    with (
+        mock.patch.object(steps, "CAPTURED_SAMPLING", (Sampling.GREEDY,)),
+        mock.patch.object(decode_graphs, "graph_sizes", return_value=[3]),
+        LLM(checkpoint.path, max_num_seqs=3, max_num_batched_tokens=14, **OPTIONS) as llm,
+    ):
+        graphed = runner_of(llm).steps
+        prefill = graphed.prefill = mock.Mock(side_effect=graphed.prefill)
+        for _ in range(2):
+            outputs = llm.generate(list(map(as_input, prompts)), params, use_tqdm=False)
+            assert [o.token_ids for o in outputs] == [checkpoint.generate(p, 3) for p in prompts]
+        assert graphed.decode.graphs
+        assert prefill.call_count > 0
 
 
 def check_drafts(root: Path) -> None:
@@ -488,6 +513,7 @@ def main() -> None:
             check_shared_prefixes(Path(folder))
             check_transformers_model(Path(folder))
             check_hybrid_model(Path(folder))
+            check_images(Path(folder))
             check_masks(Path(folder))
             check_drafts(Path(folder))
             check_captures_ahead(Path(folder))
