@@ -99,7 +99,9 @@ class InputProcessor:
             token_ids = token_ids[-params.truncate_prompt_tokens :]
         placed = PlacedImages(token_ids, ())
         if images:
-            require(pooling is None, "prompt", "text for embeddings and scores", "images")
+            require(pooling is None, "prompt", "text, without images, for embeddings", prompt)
+            limit = params.truncate_prompt_tokens
+            require(limit is None, "truncate_prompt_tokens", "None for prompts with images", limit)
             placed = self.image_reader.place(token_ids, images)
         tokenizer = self.tokenizer if is_streaming or params.stop else None
         seq_id = next(self._seq_ids)

@@ -129,7 +129,9 @@ def png_header(width: int, height: int) -> bytes:
     """Return a PNG file that promises any number of pixels, and has none."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
 
     size = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     zeros = zlib.compress(bytes(1 << 20))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -12,7 +13,13 @@ from typing import Any
 
 import torch
 from PIL import Image
-from transformers import AutoModelForImageTextToText, Qwen3_5Config, Qwen3_5MoeConfig
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForImageTextToText,
+    PreTrainedTokenizerFast,
+    Qwen3_5Config,
+    Qwen3_5MoeConfig,
+)
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from tests.checkpoints import DELTA_NET, EXPERTS, MIN_GAP, SIZES, make_checkpoint
@@ -76,12 +83,12 @@ class TinyVision:
     path: Path
     model: Any  # the transformers model
 
-    def generate(self, prompt: Prompt, max_tokens: int) -> list[int]:
+    def generate(self, prompt: Prompt, max_tokens: int, **options: Any) -> list[int]:
         """Return transformers' greedy tokens; assert that each leads by a clear gap."""
         images = tuple(_Key(each) for each in prompt if isinstance(each, Image.Image))
         ids = tuple(START if isinstance(each, Image.Image) else each for each in prompt)
         where = tuple(i for i, each in enumerate(prompt) if isinstance(each, Image.Image))
-        return list(_generate(self.model, ids, where, images, max_tokens))
+        return list(_generate(self.model, ids, where, images, max_tokens, **options))
 
 
 @dataclass(frozen=True)
@@ -96,7 +103,12 @@ class _Key:
 
 @cache
 def _generate(
-    model: Any, ids: tuple[int, ...], where: tuple[int, ...], images: Sequence[_Key], num: int
+    model: Any,
+    ids: tuple[int, ...],
+    where: tuple[int, ...],
+    images: Sequence[_Key],
+    num: int,
+    **options: Any,
 ) -> tuple[int, ...]:
     inputs: dict[str, Any] = {}
     token_ids = list(ids)
@@ -112,11 +124,12 @@ def _generate(
             attention_mask=torch.ones(1, len(token_ids), dtype=torch.long),
             max_new_tokens=num,
             do_sample=False,
-            output_logits=True,
+            output_scores=True,
             return_dict_in_generate=True,
             **inputs,
+            **options,
         )
-    top2 = torch.cat(output.logits).topk(2).values
+    top2 = torch.cat(output.scores).topk(2).values
     gap = (top2[:, 0] - top2[:, 1]).min().item()
     assert gap > MIN_GAP, f"top-2 gap {gap:.1e}: choose another seed"
     return tuple(output.sequences[0, len(token_ids) :].tolist())
@@ -132,6 +145,36 @@ def tiny_vision(root: Path, name: str) -> TinyVision:
     model = make_checkpoint(path, CONFIGS[name], auto_class=AutoModelForImageTextToText).model
     (path / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
     return TinyVision(path, model)
+
+
+TEMPLATE = """\
+{%- for message in messages %}<{{ message.role }}>
+{%- if message.content is string %}{{ message.content }}
+{%- else %}{% for part in message.content %}
+{%- if part.type == "image" %}<|vision_start|><|image_pad|><|vision_end|>
+{%- else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}<assistant>{% endif %}"""
+
+
+def with_chat(source: Path, target: Path) -> Path:
+    """Copy a checkpoint, and add a tokenizer of characters and a chat template for images."""
+    shutil.copytree(source, target)
+    texts = ["<pad>", "<eos>", *map(chr, range(33, 127)), "Ġ", "Ċ"]
+    texts += [f"<unused{i}>" for i in range(len(texts), IMAGE)]
+    special = ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]
+    vocabulary = {text: i for i, text in enumerate([*texts, *special])}
+    backend = Tokenizer(models.BPE(vocabulary, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        additional_special_tokens=special,
+        chat_template=TEMPLATE,
+    )
+    tokenizer.save_pretrained(target)
+    return target
 
 
 def noise(seed: int, width: int, height: int) -> Image.Image:
