@@ -42,6 +42,8 @@ class ChatTemplate:
         defaults = {"documents": None, "add_generation_prompt": not continue_final_message}
         if continue_final_message:
             *before, last = conversation
+            is_text = isinstance(last["content"], str)
+            require(is_text, "continue_final_message", "False after a message with images", True)
             conversation = [*before, {**last, "content": last["content"] + _MARK}]
         schemas = None if tools is None else [_tool_schema(tool) for tool in tools]
         with _request_errors():

@@ -15,7 +15,8 @@ from nanovllm.engine.engine_options import TEXT_ONLY
 from nanovllm.errors import RequestError
 from nanovllm.validation import require
 
-# How an image is passed: a PIL image, or a data URL.
+# How an image is passed: a PIL image, a data URL, or a PromptImage, which another process may have
+# read.
 ImageSource = Any
 IMAGE_TYPES = ("image", "image_pil", "image_url")  # content parts; the last two as in vLLM
 
@@ -61,7 +62,10 @@ class ImageReader(Protocol):
         """Why requests with images are refused; None if they are not."""
 
     def place(self, token_ids: Sequence[int], sources: Sequence[ImageSource]) -> PlacedImages:
-        """Read the images of a prompt, and expand the placeholder of each one."""
+        """Read the images of a prompt, and expand the placeholder of each one.
+
+        The prompt has one placeholder for each image, or as many as the image has tokens.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +79,9 @@ class NoImages:
 
 
 def outside_ids(token_ids: array[int], images: Sequence[PromptImage]) -> list[int]:
-    """Return token ids as they are shown outside the engine."""
+    """Return tokens of a prompt with these images as they are shown outside the engine."""
     ids = token_ids.tolist()
-    for image in images:
-        ids[image.start : image.end] = [image.placeholder_id] * image.num_tokens
-    return ids
+    return [images[0].placeholder_id if i < 0 else i for i in ids] if images else ids
 
 
 def images_of(data: object) -> tuple[ImageSource, ...]:

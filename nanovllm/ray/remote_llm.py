@@ -17,6 +17,7 @@ from ray.serve.handle import DeploymentHandle
 from nanovllm.assembly import ResolvedModel, create_input_processor
 from nanovllm.async_llm import GUESSED_TOKENS
 from nanovllm.config import EngineConfig, ModelConfig
+from nanovllm.engine.images import NoImages
 from nanovllm.engine.step import Pooling
 from nanovllm.errors import EngineError, NanovllmError
 from nanovllm.outputs import EmbeddingOutput, StreamPiece
@@ -85,6 +86,7 @@ class RemoteLLM:
         self._engines = engines
         self.config, self.max_len = found.config, max_len
         self.input_processor = create_input_processor(found, is_remote=True)
+        self.input_processor.image_reader = NoImages("Ray deployments read text only")
         self.replicas: list[RemoteEngine] = []
         self._numbers: dict[str, int] = {}  # numbers of all engines ever seen, keyed by engine_id
         self.num_requests = 0

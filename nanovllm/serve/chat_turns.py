@@ -27,8 +27,30 @@ def left_out(part: Mapping[str, Any]) -> str:
     return f"[{PART_NAMES.get(kind, kind):.40} left out: {TEXT_ONLY}]"
 
 
-def with_text_only(turns: Sequence[Turn], path: Callable[[int], str]) -> list[Turn]:
-    """Replace parts that are not text, and incomplete calls, in the history.
+def as_image(part: Any) -> Any:
+    """Return an image part of any API as one of the chat API; return other parts unchanged."""
+    match part:
+        case {"type": "input_image", "image_url": str(url)}:
+            pass
+        case {"type": "image", "source": {"type": "base64", "media_type": kind, "data": data}}:
+            url = f"data:{kind};base64,{data}"
+        case {"type": "image", "source": {"type": "url", "url": str(url)}}:
+            pass
+        case _:
+            return part
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def is_image(part: Any) -> bool:
+    return isinstance(part, Mapping) and as_image(part).get("type") == "image_url"
+
+
+def with_supported(
+    turns: Sequence[Turn], path: Callable[[int], str], image_refusal: str | None
+) -> list[Turn]:
+    """Replace parts that the model cannot read, and incomplete calls, in the history.
+
+    Images of users and tools are kept, unless there is an `image_refusal`.
 
     The history is everything but the last user turn and leading system turns; without a user turn,
     it is the tool results. An error about it would come back with every later request, and so end
@@ -42,7 +64,13 @@ def with_text_only(turns: Sequence[Turn], path: Callable[[int], str]) -> list[Tu
         if isinstance(content, list):
             is_leading = not users or (role in SYSTEM_ROLES and i < users[0])
             is_history = role == "tool" or not (is_leading or i == users[-1])
-            parts = [_text_part(part, is_history, path(i)) for part in content]
+            takes_images = image_refusal is None and role in ("user", "tool")
+            parts = [
+                as_image(part)
+                if takes_images and is_image(part)
+                else _text_part(part, is_history, path(i), image_refusal)
+                for part in content
+            ]
             turn = {**turn, "content": parts}
         if role == "assistant" and turn.get("tool_calls") and i + 1 < len(turns):
             turn = {**turn, "tool_calls": [_with_object(call) for call in turn["tool_calls"]]}
@@ -58,11 +86,12 @@ def _with_object(call: Any) -> Any:
     return {**call, "function": {**call["function"], "arguments": {"incomplete": arguments}}}
 
 
-def _text_part(part: Any, is_history: bool, path: str) -> Any:
+def _text_part(part: Any, is_history: bool, path: str, image_refusal: str | None) -> Any:
     text = as_text(part)
     if text is not part and not is_history:
+        reason = image_refusal if image_refusal and is_image(part) else TEXT_ONLY
         kind = f"{part.get('type')!r:.80}"
-        raise RequestError(f"{path} has a part of type {kind}, but {TEXT_ONLY}", param=path)
+        raise RequestError(f"{path} has a part of type {kind}, but {reason}", param=path)
     return text
 
 
@@ -76,8 +105,7 @@ def as_text(part: Any) -> Any:
 def merge_turns(turns: Sequence[Turn]) -> list[Turn]:
     """Join turns with the same role in a row, except tool results, as some templates require.
 
-    Later system turns are appended to the user turn or tool result before them. The content of
-    all turns must be strings.
+    Later system turns are appended to the user turn or tool result before them.
     """
     merged: list[Turn] = []
     for turn in turns:
@@ -99,8 +127,14 @@ def merge_turns(turns: Sequence[Turn]) -> list[Turn]:
 def _append(turn: Turn, more: Turn) -> None:
     """Append the texts and the tool calls of another turn, after a blank line."""
     for name in ("content", "reasoning", "reasoning_content"):
-        texts = [each[name] for each in (turn, more) if each.get(name)]
-        if texts:
-            turn[name] = "\n\n".join(texts)
+        contents = [each[name] for each in (turn, more) if each.get(name)]
+        if any(isinstance(content, list) for content in contents):  # of parts with images
+            turn[name] = [part for content in contents for part in _parts(content)]
+        elif contents:
+            turn[name] = "\n\n".join(contents)
     if more.get("tool_calls"):
         turn["tool_calls"] = [*turn.get("tool_calls", ()), *more["tool_calls"]]
+
+
+def _parts(content: Any) -> list[Any]:
+    return content if isinstance(content, list) else [{"type": "text", "text": content}]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
+from nanovllm.engine.images import PromptImage
 from nanovllm.errors import GrammarError, RequestError, errors_about
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
@@ -31,6 +32,14 @@ class GenerationJob:
     grammar_param: str = "structured_outputs"  # request field that grammar errors name
     # Creates the output parser of a choice; only chats have one.
     new_parser: Callable[[], Callable[[Update], None]] | None = None
+    images: tuple[PromptImage, ...] = ()  # of the prompt; only chats have some
+
+    def prompt(self, index: int) -> Any:
+        """Return a prompt as `Model.generate` takes it."""
+        ids = self.prompts[index]
+        if not self.images:
+            return ids
+        return {"prompt_token_ids": ids, "multi_modal_data": {"image": self.images}}
 
     @property
     def num_choices(self) -> int:
@@ -160,7 +169,7 @@ async def _pieces(
     streams = [
         service.metrics.observed(
             service.llm.generate(
-                prompt,
+                job.prompt(index),
                 params,
                 request_id=request_id,
                 cache_salt=job.cache_salt,
@@ -168,7 +177,7 @@ async def _pieces(
             ),
             params.n,
         )
-        for prompt, params in zip(job.prompts, job.params, strict=True)
+        for index, params in enumerate(job.params)
     ]
     if len(streams) == 1:
         async with contextlib.aclosing(streams[0]) as pieces:

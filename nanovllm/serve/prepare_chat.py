@@ -13,8 +13,9 @@ from nanovllm.assembly import require_feature
 from nanovllm.engine.chat_template import choose_template
 from nanovllm.engine.conversations import as_message
 from nanovllm.engine.detokenizer import num_held
+from nanovllm.engine.images import ImageParts, ImageSource, PromptImage, outside_ids
 from nanovllm.errors import GrammarError, RequestError, errors_about
-from nanovllm.serve.chat_turns import merge_turns, with_text_only
+from nanovllm.serve.chat_turns import merge_turns, with_supported
 from nanovllm.serve.generation import GenerationJob, Update
 from nanovllm.serve.parsing.events import BlockEvent
 from nanovllm.serve.parsing.parser import OutputParser
@@ -43,18 +44,33 @@ RESERVED = (
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
     encoded: EncodedPrompt
-    token_ids: list[int]  # those of `encoded`, truncated if requested
+    # Those of `encoded`, truncated if requested; an image has as many placeholders as tokens.
+    token_ids: list[int]
     tools: list[Tool]  # the tools that the model may call
+    images: tuple[PromptImage, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A conversation rendered with the chat template, and its images."""
+
+    text: str
+    images: list[ImageSource]
 
 
 async def prompt_of(service: Service, request: ChatRequest, param: str = "messages") -> ChatPrompt:
     """Validate a conversation, render it with the chat template, tokenize and truncate it."""
     service.check_model(request.model)
     tools = callable_tools(service, request)
-    text = await render(service, request, tools and request.tools, param)
+    rendered = await render(service, request, tools and request.tools, param)
     read = reply_reader(service, request.all_tools)
-    encoded = await service.encode_chat(text, request.cache_salt, read, param)
-    return ChatPrompt(encoded, request.truncate(encoded.token_ids), tools)
+    encoded = await service.encode_chat(rendered.text, request.cache_salt, read, param)
+    if not rendered.images:
+        return ChatPrompt(encoded, request.truncate(encoded.token_ids), tools)
+    limit = request.truncate_prompt_tokens
+    require(limit is None, "truncate_prompt_tokens", "omitted with images", limit)
+    placed = await service.place_images(encoded.token_ids, rendered.images, param)
+    return ChatPrompt(encoded, outside_ids(placed.token_ids, placed.images), tools, placed.images)
 
 
 async def prepare_chat(
@@ -96,14 +112,17 @@ async def prepare_chat(
         is_streaming,
         request.grammar_param if has_own_grammar else "tools",
         new_parser,
+        prompt.images,
     )
 
 
 async def tokenize(service: Service, request: TokenizeRequest) -> dict[str, Any]:
     service.check_model(request.model)
     special, text, param = request.add_special_tokens, request.prompt, "prompt"
+    images: list[ImageSource] = []
     if text is None:
-        text, param = await render(service, request, request.tools), "messages"
+        rendered, param = await render(service, request, request.tools), "messages"
+        text, images = rendered.text, rendered.images
     elif special is None:
         special = True
     if not text:
@@ -113,6 +132,9 @@ async def tokenize(service: Service, request: TokenizeRequest) -> dict[str, Any]
     else:
         read = reply_reader(service, request.tools or [])
         ids = (await service.encode_chat(text, None, read, param)).token_ids
+    if images:
+        placed = await service.place_images(ids, images, param)
+        ids = outside_ids(placed.token_ids, placed.images)
     body = {"count": len(ids), "max_model_len": service.llm.max_len, "tokens": ids}
     if request.return_token_strs:
         body["token_strs"] = service.tokenizer.convert_ids_to_tokens(ids)
@@ -127,18 +149,18 @@ async def detokenize(service: Service, request: DetokenizeRequest) -> dict[str, 
 
 async def render(
     service: Service, chat: ChatFields, tools: Sequence[Any] | None, param: str = "messages"
-) -> str:
+) -> Rendered:
     """Render a conversation with the chat template, in a thread because it is slow."""
     variables = _variables(chat)
     with errors_about(param):
-        text = await asyncio.to_thread(_render, service, chat, tools, variables)
-        require_text(param, text)
-    return text
+        rendered = await asyncio.to_thread(_render, service, chat, tools, variables)
+        require_text(param, rendered.text)
+    return rendered
 
 
 def _render(
     service: Service, chat: ChatFields, tools: Sequence[Any] | None, variables: dict[str, Any]
-) -> str:
+) -> Rendered:
     if not service.chat_template:
         raise RequestError(
             "this model has no chat template; use /v1/completions or set --chat-template"
@@ -146,8 +168,9 @@ def _render(
     source = choose_template(service.chat_template, has_tools=bool(tools))
     has_developer = "developer" in service.template_text
     messages = [_as_template_message(message, has_developer) for message in chat.messages]
-    turns = with_text_only(messages, chat.path)
-    conversation = [as_message(turn, chat.path(i)) for i, turn in enumerate(turns)]
+    images = ImageParts(service.llm.input_processor.image_reader.refusal)
+    turns = with_supported(messages, chat.path, images.refusal)
+    conversation = [as_message(turn, chat.path(i), images) for i, turn in enumerate(turns)]
     names = {"add_generation_prompt", "continue_final_message"}
     variables = {
         "tools": tools or None,
@@ -157,9 +180,10 @@ def _render(
     }
     template = service.compile_template(source)
     try:
-        return template.render(conversation, **variables)
+        text = template.render(conversation, **variables)
     except RequestError:  # the template may want one system turn and alternating roles
-        return template.render(merge_turns(conversation), **variables)
+        text = template.render(merge_turns(conversation), **variables)
+    return Rendered(text, images.sources)
 
 
 def _variables(chat: ChatFields) -> dict[str, Any]:

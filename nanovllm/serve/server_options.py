@@ -45,6 +45,9 @@ class ServerOptions:
     max_body_bytes: int = option(
         32 * 2**20, "maximum size of a request body; larger requests get a 413"
     )
+    allowed_media_domains: tuple[str, ...] = option(
+        (), "hosts from which images are fetched; others must be sent as data URLs", unset="none"
+    )
     max_queued_requests: int = option(
         2048, "maximum number of waiting requests; excess ones get a 429"
     )

@@ -7,10 +7,13 @@ import contextlib
 import functools
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.chat_template import ChatTemplate
+from nanovllm.engine.images import ImageSource, PlacedImages
 from nanovllm.errors import PromptTooLongError, RequestError, at_index, errors_about
+from nanovllm.serve.fetch_images import with_fetched
 from nanovllm.serve.fields import log_ignored_once
 from nanovllm.serve.metrics import Metrics
 from nanovllm.serve.model_interface import Model
@@ -41,6 +44,8 @@ class Service:
         self.formats = choose_formats(texts, options.tool_call_parser, options.reasoning_parser)
         encode = functools.partial(llm.input_processor.encode, add_special_tokens=False)
         self.replays = ReplayCache(encode)
+        # A pool of their own, so that large images do not delay other requests' tokenization.
+        self._reading = ThreadPoolExecutor(2, "nanovllm-images")
         tokens = self.tokenizer.added_tokens_decoder
         self.added_tokens = {i: each.content for i, each in tokens.items()}
         self.special_ids = {each.content: i for i, each in tokens.items() if each.special}
@@ -124,6 +129,16 @@ class Service:
             encoded = await asyncio.to_thread(self.replays.encode, text, salt, read)
             self.llm.input_processor.token_ids_of(encoded.token_ids)  # validates them
         return encoded
+
+    async def place_images(
+        self, token_ids: list[int], sources: list[ImageSource], param: str
+    ) -> PlacedImages:
+        """Read the images of a prompt, and expand their placeholders."""
+        place = self.llm.input_processor.image_reader.place
+        with errors_about(param):
+            sources = await with_fetched(sources, self.options.allowed_media_domains)
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._reading, place, token_ids, sources)
 
     def _check_num_characters(self, prompt: str) -> None:
         """Reject a prompt that is far too long, without tokenizing it."""

@@ -40,51 +40,48 @@ class PillowReader:
     def place(self, token_ids: Sequence[int], sources: Sequence[ImageSource]) -> PlacedImages:
         expected = f"at most {self.max_images} (limit_mm_per_prompt)"
         require(len(sources) <= self.max_images, "number of images", expected, len(sources))
+        read = [self._read_at(index, sources) for index in range(len(sources))]
         placeholder = self.settings.placeholder_id
         count = sum(token_id == placeholder for token_id in token_ids)
-        if count != len(sources):
+        is_expanded = count == sum(image.num_tokens for image in read)
+        if count != len(read) and not is_expanded:
             raise RequestError(
                 f"the prompt has {count} image placeholders (token {placeholder}) for "
-                f"{len(sources)} images; it needs one for each image, and none in its texts",
+                f"{len(read)} images; it needs one for each image, and none in its texts",
                 param="prompt",
             )
-        images, expanded = [], array("i")
-        unread = iter([self._read_at(index, sources) for index in range(len(sources))])
+        require(count < len(token_ids), "prompt", "images with a token of text", token_ids)
+        images, expanded, unread, num_more = [], array("i"), iter(read), 0
         for token_id in token_ids:
             if token_id != placeholder:
                 expanded.append(token_id)
-                continue
-            image = replace(next(unread), start=len(expanded))
-            images.append(image)
-            expanded.extend([image.token_id] * image.num_tokens)
-        has_text = len(expanded) > sum(image.num_tokens for image in images)
-        require(has_text, "prompt", "images with at least one token of text", sources)
+            elif num_more:
+                num_more -= 1
+            else:
+                image = replace(next(unread), start=len(expanded))
+                images.append(image)
+                expanded.extend([image.token_id] * image.num_tokens)
+                num_more = image.num_tokens - 1 if is_expanded else 0
         return PlacedImages(expanded, tuple(images))
 
     def _read_at(self, index: int, sources: Sequence[ImageSource]) -> PromptImage:
         try:
-            with self._decoding:
-                return self.read(sources[index])
+            return self.read(sources[index])
         except RequestError as error:
             raise at_index(error, "images", index, len(sources)) from error
 
     def read(self, source: ImageSource) -> PromptImage:
         """Check, decode and resize an image."""
-        if isinstance(source, Image.Image):
-            image = _decode(source)
-        else:
-            require(isinstance(source, str), "image", "a PIL image or a data URL", source)
-            data = _data_of(source)
-            try:
-                opened = Image.open(BytesIO(data), formats=FORMATS)
-            except Exception as error:  # broken files raise many types of errors
-                raise _unreadable(error) from error
-            image = _decode(opened)
         settings, size = self.settings, self.settings.token_size
-        height, width = resized(image.height, image.width, settings)
-        pixels = image.resize((width, height), Image.Resampling.BICUBIC).tobytes()
-        shape = height // size, width // size
-        digest = hashlib.sha256(f"{shape} ".encode() + pixels).digest()
+        if isinstance(source, PromptImage):
+            shape, pixels = (source.height, source.width), source.pixels
+        else:
+            with self._decoding:
+                image = _decode(source if isinstance(source, Image.Image) else _open(source))
+                height, width = resized(image.height, image.width, settings)
+                pixels = image.resize((width, height), Image.Resampling.BICUBIC).tobytes()
+            shape = height // size, width // size
+        digest = hashlib.sha256(repr(shape).encode() + pixels).digest()
         return PromptImage(self._ids.id_of(digest), settings.placeholder_id, *shape, pixels)
 
 
@@ -104,6 +101,15 @@ def resized(height: int, width: int, settings: ImageSettings) -> tuple[int, int]
         new_height = math.ceil(height * scale / size) * size
         new_width = math.ceil(width * scale / size) * size
     return new_height, new_width
+
+
+def _open(source: ImageSource) -> Image.Image:
+    require(isinstance(source, str), "image", "a PIL image or a data URL", source)
+    data = _data_of(source)
+    try:
+        return Image.open(BytesIO(data), formats=FORMATS)
+    except Exception as error:  # broken files raise many types of errors
+        raise _unreadable(error) from error
 
 
 def _data_of(url: str) -> bytes:

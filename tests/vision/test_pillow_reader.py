@@ -232,7 +232,7 @@ def test_placeholders_are_expanded(reader: PillowReader) -> None:
     [
         ([1, IMAGE], 2, "has 1 image placeholders .* for 2 images"),
         ([1, IMAGE, IMAGE], 1, "has 2 image placeholders .* for 1 images"),
-        ([IMAGE], 1, "at least one token of text"),
+        ([IMAGE], 1, "images with a token of text"),
         ([1, *[IMAGE] * 5], 5, "at most 4 .limit_mm_per_prompt., got 5"),
     ],
 )

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field
 
 from nanovllm.errors import NanovllmError
 from nanovllm.serve import fields as policies
-from nanovllm.serve.chat_turns import as_text
+from nanovllm.serve.chat_turns import as_text, is_image
 from nanovllm.serve.fields import NOT_HOSTED, log_ignored
 from nanovllm.serve.generation import ApiResponse, GenerationJob, Update
 from nanovllm.serve.http_errors import anthropic_body
@@ -296,10 +296,11 @@ def _messages(role: str, content: Any, tools: Mapping[str, Any]) -> list[dict[st
                 parts.append({"type": "text", "text": text})
             case _:  # text, or refused unless it is in the history
                 parts.append(block)
-    if results and not parts:
-        return results
     if results:  # what stands beside a result belongs to it, such as a file that a tool has read
-        parts = list(map(as_text, parts))
+        results[-1]["content"] += filter(is_image, parts)
+        parts = [as_text(part) for part in parts if not is_image(part)]
+        if not parts:
+            return results
     message: dict[str, Any] = {"role": role, "content": parts}
     if reasoning:
         message["reasoning"] = "\n".join(reasoning)
