@@ -4,6 +4,7 @@ replies are printed.
 
 commands:
   /system TEXT      replace the system prompt; without TEXT, show it
+  /image FILE       show an image with the next message
   /set NAME VALUE   change a sampling parameter, as in /set temperature 0.8; alone, show all
   /save FILE        write the conversation to a file
   /load FILE        continue a saved conversation
@@ -28,15 +29,17 @@ import contextlib
 import functools
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.cli import options
+from nanovllm.cli.images import data_url, user_message
 from nanovllm.cli.output import RunStats, TextView, why_empty
 from nanovllm.cli.start import has_chat_template, open_model
 from nanovllm.engine.conversations import as_conversations
+from nanovllm.engine.images import ImageParts
 from nanovllm.errors import NanovllmError, PromptTooLongError, RequestError
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
@@ -175,6 +178,11 @@ def _system(conversation: Conversation, text: str) -> str | None:
     return None
 
 
+def _image(conversation: Conversation, path: str) -> str:
+    conversation.images.append(data_url(path))
+    return f"Images of the next message: {len(conversation.images)}"
+
+
 def _set(conversation: Conversation, text: str) -> str | None:
     name, _, value = text.partition(" ")
     params = conversation.params
@@ -206,12 +214,18 @@ def _save(conversation: Conversation, path: str) -> str:
 
 
 def _load(conversation: Conversation, path: str) -> str:
-    [conversation.messages] = as_conversations(json.loads(Path(path).read_text(encoding="utf-8")))
+    messages = json.loads(Path(path).read_text(encoding="utf-8"))
+    [checked] = as_conversations(messages, ImageParts(None))
+    pairs = zip(messages, checked, strict=True)
+    conversation.messages = [
+        own if isinstance(each["content"], list) else each for own, each in pairs
+    ]
     return f"Loaded {len(conversation.messages)} messages from {path}."
 
 
 _COMMANDS: dict[str, Callable[[Conversation, str], str | None]] = {
     "/system": _system,
+    "/image": _image,
     "/set": _set,
     "/save": _save,
     "/load": _load,
@@ -229,6 +243,7 @@ class Conversation:
         self, llm: LLM | HttpLLM, params: SamplingParams, system: str | None = None
     ) -> None:
         self.messages: list[dict[str, Any]] = []
+        self.images: list[str] = []  # data URLs of the images of the next message
         self.params = params
         self.stats: RunStats = RunStats()
         self.num_dropped = 0  # number of messages dropped to make room for the last one
@@ -247,7 +262,7 @@ class Conversation:
 
     def reset(self) -> None:
         """Forget everything but the system prompt."""
-        self.messages = self.messages[: self.system is not None]
+        self.messages, self.images = self.messages[: self.system is not None], []
 
     def ask(self, question: str, show: Callable[[str], None]) -> RequestOutput:
         """Stream the reply to a question to `show`, and return the output.
@@ -255,7 +270,11 @@ class Conversation:
         The oldest turns are dropped when the context has no room for them. The partial text of an
         interrupted reply is kept; a question without any reply is forgotten.
         """
-        messages = [*self.messages, _message("user", question)]
+        images, self.images = self.images, []
+        return self._reply_to(user_message(question, images), show)
+
+    def _reply_to(self, question: dict[str, Any], show: Callable[[str], None]) -> RequestOutput:
+        messages = [*self.messages, question]
         self.num_dropped = 0
         while True:
             try:
@@ -274,7 +293,7 @@ class Conversation:
             raise RequestError("there is no reply to generate again")
         self.messages = shorter = before[:-2]
         try:
-            return self.ask(before[-2]["content"], show)
+            return self._reply_to(before[-2], show)
         finally:
             if self.messages is shorter:
                 self.messages = before
@@ -299,11 +318,15 @@ class Conversation:
         assert output is not None, "the last piece of a stream has an output"
         return output
 
-    def _has_room(self, prompt: Sequence[Any]) -> bool:
+    def _has_room(self, prompt: Any) -> bool:
         """Whether a reply of useful length fits in the context; assumed for a server."""
         if isinstance(self._llm, HttpLLM):
             return True
-        max_len = self._llm.engine.core.max_len
+        engine = self._llm.engine
+        if isinstance(prompt, Mapping):  # with images
+            ids, images = prompt["prompt_token_ids"], prompt["multi_modal_data"]["image"]
+            prompt = engine.input_processor.image_reader.place(ids, images).token_ids
+        max_len = engine.core.max_len
         return len(prompt) + min(self.params.max_new_tokens, max_len // 4) <= max_len
 
 

@@ -7,6 +7,7 @@ examples:
   nanovllm generate "Why is the sky blue?" "Name three primary colors."
   nanovllm generate "Summarize this:" < report.txt
   nanovllm generate Qwen/Qwen3-0.6B --system "You are a poet." "Write about the sea."
+  nanovllm generate Qwen/Qwen3.5-4B --image photo.jpg "What is in this picture?"
   nanovllm generate --json-schema person.json --max-tokens 256 "Invent a person."
   nanovllm generate --lines --json --keep-going < questions.txt > answers.jsonl
   nanovllm generate --url http://127.0.0.1:8000 --lines < questions.txt
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.cli import options
 from nanovllm.cli.exit_code import print_error
+from nanovllm.cli.images import data_url, user_message
 from nanovllm.cli.output import RunStats, in_order, print_in_order, why_empty
 from nanovllm.cli.start import has_chat_template, open_model
 from nanovllm.errors import ConfigError, RequestError, file_errors
@@ -49,6 +51,8 @@ def add_parser(commands: options.Commands) -> None:
     add("--lines", action="store_true", help=text)
     text = "the system prompt (default: that of the chat template)"
     add("--system", "--system-prompt", metavar="TEXT", help=text)
+    text = "an image file that every prompt is about; may be repeated (default: none)"
+    add("--image", metavar="PATH", action="append", default=[], help=text)
     text = "continue the text without the chat template (default: only if the model has none)"
     add("--raw", action="store_true", help=text)
     text = "if a prompt is rejected, run the others (default: run none)"
@@ -79,10 +83,15 @@ def run(args: argparse.Namespace) -> int:
         is_chat = not args.raw and has_chat_template(llm)
         if args.system is not None and not is_chat:
             raise ConfigError("--system needs a chat template, and this model has none")
+        if args.image and not is_chat:
+            raise ConfigError(
+                "--image needs a chat template: leave out --raw, or use another model"
+            )
         inputs: list[Any] = prompts
         if is_chat:
             system = [] if args.system is None else [{"role": "system", "content": args.system}]
-            chats = [[*system, {"role": "user", "content": prompt}] for prompt in prompts]
+            images = list(map(data_url, args.image))
+            chats = [[*system, user_message(prompt, images)] for prompt in prompts]
             inputs = list(llm.apply_chat_template(chats))
         pieces = _stream(llm, inputs, params, args.keep_going)
         if args.json:

@@ -80,9 +80,9 @@ def prompts_of(
     return prompts
 
 
-def as_conversations(messages: Messages) -> list[list[Message]]:
-    """Return a list of conversations, given one or several; contents become strings."""
-    return [_as_conversation(conversation, name) for name, conversation in _split(messages)]
+def as_conversations(messages: Messages, images: ImageParts | None = None) -> list[list[Message]]:
+    """Return a list of conversations, given one or several; see `as_message` for contents."""
+    return [_as_conversation(each, name, images) for name, each in _split(messages)]
 
 
 def _split(messages: Messages) -> list[tuple[str, Any]]:

@@ -58,6 +58,10 @@ class ImageReader(Protocol):
     """Reads the images of prompts. Thread-safe."""
 
     @property
+    def placeholder_id(self) -> int | None:
+        """The model's own id of placeholders; None if it has none."""
+
+    @property
     def refusal(self) -> str | None:
         """Why requests with images are refused; None if they are not."""
 
@@ -73,6 +77,7 @@ class NoImages:
     """Refuses images."""
 
     refusal: str = TEXT_ONLY
+    placeholder_id = None
 
     def place(self, token_ids: Sequence[int], sources: Sequence[ImageSource]) -> PlacedImages:
         raise RequestError(f"the prompt has images, but {self.refusal}", param="prompt")
@@ -81,7 +86,11 @@ class NoImages:
 def outside_ids(token_ids: array[int], images: Sequence[PromptImage]) -> list[int]:
     """Return tokens of a prompt with these images as they are shown outside the engine."""
     ids = token_ids.tolist()
-    return [images[0].placeholder_id if i < 0 else i for i in ids] if images else ids
+    return shown_ids(ids, images[0].placeholder_id) if images else ids
+
+
+def shown_ids(token_ids: list[int], placeholder_id: int) -> list[int]:
+    return [placeholder_id if token_id < 0 else token_id for token_id in token_ids]
 
 
 def images_of(data: object) -> tuple[ImageSource, ...]:

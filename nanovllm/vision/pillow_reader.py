@@ -34,6 +34,7 @@ class PillowReader:
 
     def __init__(self, settings: ImageSettings, max_images: int) -> None:
         self.settings, self.max_images = settings, max_images
+        self.placeholder_id = settings.placeholder_id
         self._ids = PlaceholderIds()
         self._decoding = threading.BoundedSemaphore(MAX_DECODING)
 
@@ -41,7 +42,7 @@ class PillowReader:
         expected = f"at most {self.max_images} (limit_mm_per_prompt)"
         require(len(sources) <= self.max_images, "number of images", expected, len(sources))
         read = [self._read_at(index, sources) for index in range(len(sources))]
-        placeholder = self.settings.placeholder_id
+        placeholder = self.placeholder_id
         count = sum(token_id == placeholder for token_id in token_ids)
         is_expanded = count == sum(image.num_tokens for image in read)
         if count != len(read) and not is_expanded:

@@ -12,6 +12,7 @@ from typing import Any
 
 import anyio
 
+from nanovllm.engine.images import shown_ids
 from nanovllm.engine.timing import SequenceEnd, StepTiming
 from nanovllm.errors import EngineError, NanovllmError
 from nanovllm.serve.core_messages import CoreStats
@@ -37,9 +38,16 @@ class EngineEvents(EventStream):
 
     async def events(self) -> AsyncGenerator[Event, None]:
         decode = self._llm.input_processor.get_tokenizer().decode
+        placeholder_id = self._llm.input_processor.image_reader.placeholder_id
+        if placeholder_id is not None:
+            decode = partial(_decode_shown, decode, placeholder_id)
         async with contextlib.aclosing(self._llm.watch(self._engine)) as states:
             async for state in states:
                 yield {**as_event(state, decode), **self._place}
+
+
+def _decode_shown(decode: Decode, placeholder_id: int, token_ids: list[int]) -> Any:
+    return decode(shown_ids(token_ids, placeholder_id))
 
 
 def choose_engine(llm: Model, engine: int | None) -> int:
