@@ -104,7 +104,7 @@ class DecodeGraphs:
         """Run rows with shared prefixes, whose keys are read once per group (cascade attention)."""
         if len(plan.slots) < MIN_ROWS or not self.shared_sizes or has_drafts(plan):
             return None
-        bucket = self.size_of(len(plan.slots)), self.max_context
+        bucket = self.sizes[bisect_left(self.sizes, len(plan.slots))], self.max_context
         is_captured = ("shared", bucket) in self.graphs or not self.device.config.optimizes_latency
         if not is_captured or not self.prefixes.find(plan.slots):
             return None
@@ -139,8 +139,8 @@ class DecodeGraphs:
 
     def first_buckets(self) -> list[DecodeBucket]:
         """Return the largest bucket, whose memory all share, and the most used ones."""
-        sizes = self.sizes[-1], *(size for size in FIRST_SIZES if size in self.sizes)
-        return [(size, self.max_context) for size in sizes]
+        sizes = self.sizes[-1], *FIRST_SIZES
+        return [(size, self.max_context) for size in sizes if size in self.sizes]
 
     def all_buckets(self) -> list[DecodeBucket]:
         """Return all buckets, the largest first."""
@@ -199,9 +199,6 @@ class DecodeGraphs:
         sizes = self.draft_sizes if has_drafts(plan) else self.sizes
         size = sizes[bisect_left(sizes, len(plan.slots))]
         return size, self.bound_of(size, int(plan.starts.max()) + 1)
-
-    def size_of(self, num_rows: int) -> int:
-        return self.sizes[bisect_left(self.sizes, num_rows)]
 
     def bound_of(self, size: int, longest: int) -> int:
         """Return the maximum context of the graph for `size` rows of up to `longest` tokens."""

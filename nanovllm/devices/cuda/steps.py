@@ -86,28 +86,31 @@ class CudaSteps:
         return logits
 
     def sample(self, logits: StepLogits, plan: StepPlan) -> Sampled:
-        key = self._sampler_key(logits, plan, None)
-        return self.sampler(logits, plan) if key is None else self._replay(key, len(plan.slots))
+        return self._replay_sampler(logits, plan, is_masked=False) or self.sampler(logits, plan)
 
     def replay_masked(self, logits: StepLogits, plan: StepPlan, masks: IntColumn) -> Sampled | None:
         """Apply bitmasks and sample with one graph; return None if there is no such graph."""
-        key = self._sampler_key(logits, plan, masks)
-        return None if key is None else self._replay(key, len(plan.slots))
+        if logits.graph is None or len(masks) < len(plan.slots) or not self._can_read(masks):
+            return None
+        return self._replay_sampler(logits, plan, is_masked=True)
 
-    def _sampler_key(
-        self, logits: StepLogits, plan: StepPlan, masks: IntColumn | None
-    ) -> SamplerKey | None:
-        """Return the key of the graph that samples a step; None if sampling must run eagerly."""
+    def _replay_sampler(
+        self, logits: StepLogits, plan: StepPlan, *, is_masked: bool
+    ) -> Sampled | None:
         asked = self.eager.input_batch.sampling(plan)
         sampling = next((each for each in CAPTURED_SAMPLING if asked in each), None)
         if logits.graph is None or sampling is None:
             return None
-        if masks is None:
-            return logits.graph, sampling, False
-        if len(masks) < len(plan.slots) or not self._can_read(masks):
-            return None
-        key = logits.graph, sampling, True
-        return key if key in self._samplers or not self.captures_ahead else None
+        key = logits.graph, sampling, is_masked
+        if key not in self._samplers:
+            if is_masked and self.captures_ahead:
+                return None
+            self._capture_sampler(key)
+        graph, host = next(self._samplers[key])
+        graph.replay()
+        num_rows = len(plan.slots)
+        is_alone = self.sampler.group.is_alone  # tensor-parallel ranks do not fill `host`
+        return Sampled(self._tokens[:num_rows], host[:num_rows] if is_alone else None)
 
     def _can_read(self, masks: IntColumn) -> bool:
         """Return whether graphs can read these bitmasks: whether they are in pinned memory.
@@ -120,14 +123,6 @@ class CudaSteps:
             self._masks = self.device.readable(masks)
             self._samplers = {key: each for key, each in self._samplers.items() if not key[2]}
         return True
-
-    def _replay(self, key: SamplerKey, num_rows: int) -> Sampled:
-        if key not in self._samplers:
-            self._capture_sampler(key)
-        graph, host = next(self._samplers[key])
-        graph.replay()
-        is_alone = self.sampler.group.is_alone  # tensor-parallel ranks do not fill `host`
-        return Sampled(self._tokens[:num_rows], host[:num_rows] if is_alone else None)
 
     def note(self, plan: StepPlan) -> None:
         """Record the KV-cache blocks of new sequences, to find shared prefixes in later steps."""
@@ -217,26 +212,18 @@ class CudaSteps:
         They must not allocate from the graph pool, whose memory holds the logits.
         """
         bucket, sampling, is_masked = key
-        step = self.decode.whole_step(bucket)
+        step, masks = self.decode.whole_step(bucket), self._masks if is_masked else None
         tokens = self._tokens[: len(step.values)]
         hosts = [self.device.pinned(tokens) for _ in range(2)]
-        masks = self._masks if is_masked else None
-        samples = [partial(self._sample, step, masks, sampling, tokens, host) for host in hosts]
-        with self.decode.padded():  # a capture may run the sampler, which appends tokens to slots
-            graphs = list(map(self.device.graph_pool.capture, samples))
-        self._samplers[key] = cycle(zip(graphs, hosts, strict=True))
 
-    def _sample(
-        self,
-        step: StepLogits,
-        masks: Tensor | None,
-        sampling: Sampling,
-        tokens: Tensor,
-        host: Tensor,
-    ) -> Tensor:
-        if masks is not None:
-            apply_token_bitmask(step.values, None, masks, step.slots, self.decode.padding)
-        return self.sampler.sample(step, sampling, tokens, host)
+        def sample(host: Tensor) -> Tensor:
+            if masks is not None:
+                apply_token_bitmask(step.values, None, masks, step.slots, self.decode.padding)
+            return self.sampler.sample(step, sampling, tokens, host)
+
+        with self.decode.padded():  # a capture may run the sampler, which appends tokens to slots
+            graphs = [self.device.graph_pool.capture(partial(sample, host)) for host in hosts]
+        self._samplers[key] = cycle(zip(graphs, hosts, strict=True))
 
 
 @contextmanager

@@ -38,12 +38,13 @@ from nanovllm.devices.cuda.persistent.packed_weights import (
     step_layers,
     step_tensors,
 )
+from nanovllm.devices.cuda.steps import CudaSteps
 from nanovllm.devices.cuda.triton_attention import TritonAttention
 from nanovllm.engine.step import Pending
 from nanovllm.features.grammar.guidance import GuidanceGrammar
 from nanovllm.models.decoder import DecoderModel
 from nanovllm.ops.interface import LayerCache, Ops, Sampling
-from nanovllm.worker.forward import EagerForward
+from nanovllm.worker.forward import EagerForward, Sampled
 from tests.checkpoints import DELTA_NET, SIZES, make_checkpoint
 from tests.devices import FunctionPool, RunAgain, runner_of
 from tests.devices.cuda.persistent.reference import reference_step
@@ -252,8 +253,7 @@ def check_masks(root: Path) -> None:
         engine, graphed = llm.engine, runner_of(llm).forward
         grammars: Any = OneToken(160)
         engine.input_processor.grammars = grammars
-        replay = mock.Mock(side_effect=graphed._replay)
-        graphed._replay = replay
+        num_masked = record_masked(graphed)
         tokens, lens = [7, 31, 96], [4, 2, 3]
         params = [
             SamplingParams(temperature=0, max_tokens=n, structured_outputs={"regex": str(token)})
@@ -262,11 +262,21 @@ def check_masks(root: Path) -> None:
         outputs = llm.generate([[1, 2], [3], [4, 5, 6]], params, use_tqdm=False)
     assert [o.token_ids for o in outputs] == [[t] * n for t, n in zip(tokens, lens, strict=True)]
     # The first of four steps is a prefill, which has no sampler graph.
-    assert [(key[2], count) for (key, count), _ in replay.call_args_list] == [
-        (True, 3),
-        (True, 2),
-        (True, 1),
-    ]
+    assert num_masked == [0, 3, 2, 1]
+
+
+def record_masked(graphed: CudaSteps) -> list[int]:
+    """Return a list to which each step appends how many rows a graph with bitmasks samples."""
+    num_masked: list[int] = []
+    replay = graphed.replay_masked
+
+    def recorded(*args: Any) -> Sampled | None:
+        sampled = replay(*args)
+        num_masked.append(0 if sampled is None else len(sampled.tokens))
+        return sampled
+
+    graphed.replay_masked = recorded  # type: ignore[method-assign]
+    return num_masked
 
 
 def check_captures_ahead(root: Path) -> None:
@@ -294,12 +304,11 @@ def check_captures_ahead(root: Path) -> None:
         grammars: Any = OneToken(160)
         engine.input_processor.grammars = grammars
         engine.core.executor.mask_memory = lambda num_rows, _: masks[:num_rows]
-        replay = mock.Mock(side_effect=graphed._replay)
-        graph = mock.Mock(side_effect=graphed.decode.graph)
-        graphed._replay, graphed.decode.graph = replay, graph
+        graph, num_masked = mock.Mock(side_effect=graphed.decode.graph), record_masked(graphed)
+        graphed.decode.graph = graph
         for num_rare in (0, 1 + 3):  # one for shared prefixes, one with bitmasks per batch size
             capture.reset_mock()
-            replay.reset_mock()
+            num_masked.clear()
             graph.reset_mock()
             outputs = llm.generate(prompts, plain, use_tqdm=False)
             want = [checkpoint.generate(prompt, 3) for prompt in prompts]
@@ -309,7 +318,7 @@ def check_captures_ahead(root: Path) -> None:
             assert capture.call_count == 0
             ways = {call.args[0] for call in graph.mock_calls}
             assert ways == ({"layers", "shared"} if num_rare > 0 else {"layers"})
-            assert any(call.args[0][2] for call in replay.mock_calls) == (num_rare > 0)
+            assert any(num_masked) == (num_rare > 0)
             captured = [engine.core.executor.capture_one() for _ in range(6)]
             if num_rare == 0:
                 assert captured == [True] * 4 + [False] * 2
