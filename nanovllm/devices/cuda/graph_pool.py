@@ -32,8 +32,8 @@ class GraphPool:
     def capture(self, run: Callable[[], Tensor]) -> Graph:
         """Capture `run`, which must use fixed buffers and return a contiguous tensor.
 
-        Unless all kernels are loaded, `run` is first called once without capture. A buffer of `run`
-        must not be the output of another graph if `run` allocates memory, which may overlap it.
+        Unless all kernels are loaded, `run` is first called once without capture. If it uses the
+        output of another graph, it must not allocate memory, which could overlap that output.
         """
         if not self.has_kernels:
             run()
