@@ -114,6 +114,7 @@ def test_the_capabilities_are_folders_and_options_that_exist() -> None:
     rows = re.findall(r"^\| \[.*\| `([\w/]+)` \| (?:`(\w+)` )?\|", page, re.MULTILINE)
     features = [path.parent for path in package.glob("features/*/__init__.py")]
     there = [*features, package / "models" / "fallback", package / "serve" / "live"]
+    there.append(package / "vision")
     names = [path.relative_to(package).as_posix() for path in there if path.is_dir()]
     assert sorted(folder for folder, _ in rows) == sorted(names)
     known = re.findall(r"^\| `(\w+)`", read("docs/reference.md"), re.MULTILINE)

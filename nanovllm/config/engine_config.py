@@ -45,6 +45,14 @@ def tokens(text: str) -> int:
     return round(number)
 
 
+def mm_limits(text: str) -> Any:
+    """Parse limits as vLLM does: {"image": 4} or image=4."""
+    pairs = [each.partition("=") for each in text.split(",")]
+    if "=" in text and "{" not in text:
+        return {name: int(limit) for name, _, limit in pairs}
+    return json.loads(text)
+
+
 def json_object(text: str) -> Any:
     """Parse JSON; argparse names this function in its error message."""
     return json.loads(text)
@@ -131,7 +139,7 @@ class EngineConfig:
         None,
         'JSON: {"image": 4} limits the images of a prompt; with 0, the vision tower is not loaded',
         hash=False,
-        parse=json_object,
+        parse=mm_limits,
         unset=f"{DEFAULT_IMAGES} images",
     )
     model_impl: Literal["auto", "nanovllm", "transformers"] = option(

@@ -115,8 +115,15 @@ def test_adapters_are_not_supported(options: str, capsys: pytest.CaptureFixture[
     flag = options.split()[0]
     with pytest.raises(ConfigError, match=f"{flag}: LoRA adapters are not supported"):
         engine_config(parse(["serve", *options.split()]))
-    engine_config(parse(["serve", "--no-enable-lora", "--limit-mm-per-prompt", "image=1"]))
-    assert "--limit-mm-per-prompt has no effect: this model reads text" in capsys.readouterr().err
+    engine_config(parse(["serve", "--no-enable-lora", "--media-io-kwargs", "{}"]))
+    assert "--media-io-kwargs has no effect: images are always read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("limits", ["image=1", '{"image": 1, "video": 0}', "image=1,video=0"])
+def test_the_number_of_images(limits: str) -> None:
+    assert engine_config(parse(["serve", "--limit-mm-per-prompt", limits])).max_images == 1
+    with pytest.raises(ConfigError, match="limit_mm_per_prompt must be a dict"):
+        engine_config(parse(["serve", "--limit-mm-per-prompt", "5"]))
 
 
 @pytest.mark.parametrize("command", ["chat m", "serve m", "batch m in -o out", "bench latency m"])
