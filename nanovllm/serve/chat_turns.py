@@ -1,4 +1,4 @@
-"""Adapt the turns of a conversation to text-only models and to strict chat templates."""
+"""Adapt the turns of a conversation to what models read, and to strict chat templates."""
 
 from __future__ import annotations
 
@@ -50,12 +50,11 @@ def with_supported(
 ) -> list[Turn]:
     """Replace parts that the model cannot read, and incomplete calls, in the history.
 
-    Images of users and tools are kept, unless there is an `image_refusal`.
-
-    The history is everything but the last user turn and leading system turns; without a user turn,
-    it is the tool results. An error about it would come back with every later request, and so end
-    the conversation. Elsewhere, parts that are not text raise RequestError. `path` returns the path
-    of a turn's content in the request.
+    Images of users and tools are kept, unless there is an `image_refusal`. The history is
+    everything but the last user turn and leading system turns; without a user turn, it is the tool
+    results. An error about it would come back with every later request, and so end the
+    conversation. Elsewhere, parts that the model cannot read raise RequestError. `path` returns the
+    path of a turn's content in the request.
     """
     users = [i for i, turn in enumerate(turns) if turn["role"] == "user"]
     written = []
@@ -89,7 +88,9 @@ def _with_object(call: Any) -> Any:
 def _text_part(part: Any, is_history: bool, path: str, image_refusal: str | None) -> Any:
     text = as_text(part)
     if text is not part and not is_history:
-        reason = image_refusal if image_refusal and is_image(part) else TEXT_ONLY
+        reason = TEXT_ONLY
+        if PART_NAMES.get(str(part.get("type"))) == "image":
+            reason = image_refusal or "images are data URLs in turns of users and tools"
         kind = f"{part.get('type')!r:.80}"
         raise RequestError(f"{path} has a part of type {kind}, but {reason}", param=path)
     return text

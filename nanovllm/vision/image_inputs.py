@@ -96,7 +96,7 @@ class ImageInputs:
         if not self._has_images(plan):
             return self._replay(plan)
         if self._runner.steps is not None:
-            self._runner.steps.note(plan)
+            self._runner.steps.note(plan)  # as this step is not captured
         return self._eager(plan)
 
     def edit(self, plan: StepPlan, batch: ForwardBatch) -> ForwardBatch:

@@ -17,9 +17,9 @@ from nanovllm.worker.device_interface import Device
 
 
 class Tower:
-    """A loaded vision tower; it encodes one image at a time, which gives the same bits as many."""
+    """A loaded vision tower, which encodes one image at a time."""
 
-    def __init__(self, model: nn.Module, settings: ImageSettings, device: Device) -> None:
+    def __init__(self, model: Any, settings: ImageSettings, device: Device) -> None:
         self.model, self.settings, self.device = model, settings, device
         self.dtype = next(model.parameters()).dtype
         channels = [torch.tensor(each) for each in (settings.mean, settings.std)]
@@ -27,10 +27,26 @@ class Tower:
 
     def encode(self, image: PromptImage) -> Tensor:
         """Return the embeddings of an image, [tokens, hidden_size]."""
-        merge = self.settings.merge_size
+        from transformers import vision_utils
+
+        model, merge = self.model, self.settings.merge_size
+        # On the host: if this tensor were on the device, every layer would wait for it.
         grid = torch.tensor([[1, image.height * merge, image.width * merge]])
-        grid = grid.to(self.device.torch_device)
-        output: Tensor = self.model(self.patches(image), grid_thw=grid).pooler_output
+        position_ids = vision_utils.get_vision_position_ids(grid, merge)
+        indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(
+            grid,
+            model.num_grid_per_side,
+            model.interpolation_mode,
+            model.interpolation_align_corners,
+            merge,
+        )
+        output: Tensor = model(
+            self.patches(image),
+            grid_thw=grid,
+            position_ids=self.device.upload(position_ids.numpy()),
+            interp_indices=self.device.upload(indices.numpy()),
+            interp_weights=self.device.upload(weights.numpy()),
+        ).pooler_output
         return output
 
     def patches(self, image: PromptImage) -> Tensor:
@@ -45,9 +61,8 @@ class Tower:
         pixels = self.device.upload(array).permute(2, 0, 1).float() / 255
         pixels = (pixels - self._mean) / self._std
         pixels = pixels.view(3, image.height, merge, size, image.width, merge, size)
-        patches = pixels.permute(
-            1, 4, 2, 5, 0, 3, 6
-        )  # [height, width, merge, merge, 3, size, size]
+        # [height, width, merge, merge, 3, size, size]
+        patches = pixels.permute(1, 4, 2, 5, 0, 3, 6)
         patches = patches.unsqueeze(5).expand(*[-1] * 5, settings.frames, -1, -1)
         return patches.flatten(4).flatten(0, 3).to(self.dtype)
 
@@ -65,6 +80,7 @@ def load_tower(
 
 def _build(vision_config: Any, dtype: torch.dtype) -> nn.Module:
     try:
+        from transformers import vision_utils  # noqa: F401
         from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5VisionConfig
         from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5VisionModel
     except ImportError as error:

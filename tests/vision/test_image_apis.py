@@ -19,8 +19,17 @@ from PIL import Image
 
 from nanovllm import AsyncLLM
 from nanovllm.serve import fetch_images
+from nanovllm.serve.live.engine_events import decode_shown
 from tests.serve.running import Running, running
-from tests.vision.tiny_vision import Prompt, TinyVision, noise, processor, tiny_vision, with_chat
+from tests.vision.tiny_vision import (
+    IMAGE,
+    Prompt,
+    TinyVision,
+    noise,
+    processor,
+    tiny_vision,
+    with_chat,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SQUARE, OTHER, WIDE = noise(1, 32, 32), noise(2, 32, 32), noise(3, 60, 20)
@@ -226,6 +235,24 @@ def test_other_paths_read_text_only(server: Running, path: str) -> None:
     name = "input" if path == "/v1/embeddings" else "prompt"
     response = server.post(path, model="tiny", **{name: [chat_image(SQUARE)]})
     assert response.status_code in (400, 422)
+
+
+def test_images_of_unknown_forms(server: Running) -> None:
+    part = {"type": "input_image", "file_id": "1"}
+    response = server.post(
+        "/v1/responses", model="tiny", input=[{"role": "user", "content": [part]}]
+    )
+    assert response.status_code == 400
+    message = response.json()["error"]["message"]
+    assert message.startswith("input[0].content has a part of type 'input_image', but images are")
+    system = [{"role": "system", "content": [chat_image(SQUARE)]}, {"role": "user", "content": "x"}]
+    assert "messages[0].content has a part" in chat(server, system).json()["error"]["message"]
+
+
+def test_the_page_shows_the_models_placeholder(server: Running) -> None:
+    """Snapshots have the engine's ids, which no tokenizer decodes."""
+    tokenizer = server.llm.input_processor.get_tokenizer()
+    assert decode_shown(tokenizer.decode, IMAGE, [-2, -2, 40]).startswith("<|image_pad|>" * 2)
 
 
 def test_too_many_images(server: Running) -> None:

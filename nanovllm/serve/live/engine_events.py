@@ -40,13 +40,14 @@ class EngineEvents(EventStream):
         decode = self._llm.input_processor.get_tokenizer().decode
         placeholder_id = self._llm.input_processor.image_reader.placeholder_id
         if placeholder_id is not None:
-            decode = partial(_decode_shown, decode, placeholder_id)
+            decode = partial(decode_shown, decode, placeholder_id)
         async with contextlib.aclosing(self._llm.watch(self._engine)) as states:
             async for state in states:
                 yield {**as_event(state, decode), **self._place}
 
 
-def _decode_shown(decode: Decode, placeholder_id: int, token_ids: list[int]) -> Any:
+def decode_shown(decode: Decode, placeholder_id: int, token_ids: list[int]) -> Any:
+    """Decode tokens of the engine, where the placeholders of images have ids of their own."""
     return decode(shown_ids(token_ids, placeholder_id))
 
 
