@@ -825,9 +825,10 @@ class Attention:
         probabilities = ()
         for n in gl.static_range(4):
             probabilities = probabilities + (pack(p[2 * n], p[2 * n + 1], ASM),)
+        code: gl.constexpr = add_values_asm(self.cache_bits)
         operands: gl.constexpr = "=&f,=&f,=&f,=&f,f,f,f,f" + ",r" * 12
         return gl.inline_asm_elementwise(
-            add_values_asm(self.cache_bits), operands, sums + probabilities + v, floats_type(4), True, 1
+            code, operands, sums + probabilities + v, floats_type(4), True, 1
         )
 
     @gluon.jit

@@ -50,7 +50,7 @@ def swap_asm(distance):
 
 @gluon.constexpr_function
 def num_lane_bits(dim):
-    """Return the number of bits of a lane's index in half a head vector, which has dim / 4 lanes."""
+    """Return the number of bits of a lane's index in half a head vector: dim / 4 lanes."""
     return (dim // 4).bit_length() - 1
 
 
@@ -75,9 +75,7 @@ def hadamard_transform(x0, x1, y0, y1, column, is_query, DIM: gl.constexpr):
         is_second, found = (column >> i) % 2 == 1, ()
         for n in gl.static_range(4):
             own = values[n]
-            other = gl.inline_asm_elementwise(
-                swap_asm(1 << i), "=f,f", [own], gl.float32, False, 1
-            )
+            other = gl.inline_asm_elementwise(swap_asm(1 << i), "=f,f", [own], gl.float32, False, 1)
             found = found + (other + gl.where(is_second, -own, own),)
         values = found
     return values
