@@ -453,8 +453,8 @@ class Attention:
         word = segment + gl.expand_dims(gl.arange(0, W, gl.SliceLayout(0, KW)), 0)
         word = gl.expand_dims(gl.expand_dims(word, 0), 0)
         key = gl.expand_dims(gl.expand_dims(self.key_index(), 2), 3)
-        addresses = caches[0] + (offset[0] + (key * STRIDE + word))
-        found = (gl.load(addresses, mask=key < num_keys, other=0),)
+        k = gl.load(caches[0] + (offset[0] + (key * STRIDE + word)), mask=key < num_keys, other=0)
+        found = (k,)
         if self.cache_bits == 8:
             found = found + self.load_exponents(caches[2] + offset[1], num_keys)
             found = found + self.load_exponents(caches[3] + offset[1], num_keys)
