@@ -97,7 +97,7 @@ def eight_words(t, SEGMENTS: gl.constexpr):
 
 @gluon.jit
 def as_scores(words):
-    """Convert words of keys or queries to the layout of scores, which is the same in fact."""
+    """Convert words of keys or queries to the layout of scores, which moves no data."""
     found = ()
     for n in gl.static_range(len(words)):
         word = gl.convert_layout(words[n], score_layout(), assert_trivial=True)
@@ -125,15 +125,15 @@ def score_asm(bits):
     A thread gets the scores of one query and two keys. Operands are the two scores, 8 words of
     queries and 8 words of keys; FP8 keys take 4 words.
     """
-    code = "{ .reg .f32 c<4>; .reg .b32 z; mov.b32 z, 0; "
-    if bits == 8:
-        code = "{ .reg .b32 k, n; .reg .b16 l, h; " + code[2:]
+    more = "" if bits == 16 else ".reg .b32 k<2>; .reg .b16 l, h; "
+    code = f"{{ {more}.reg .f32 c<4>; .reg .b32 z; mov.b32 z, 0; "
     code += "".join(f"mov.f32 c{i}, 0f00000000; " for i in range(4))
     for j in range(4):
         q, k = 2 + 2 * j, (f"${10 + 2 * j}", f"${11 + 2 * j}")
         if bits == 8:
-            k = "k", "n"
-            code += f"mov.b32 {{l, h}}, ${10 + j}; {upcast_asm('k', 'l')}{upcast_asm('n', 'h')}"
+            k = "k0", "k1"
+            code += f"mov.b32 {{l, h}}, ${10 + j}; "
+            code += upcast_asm("k0", "l") + upcast_asm("k1", "h")
         code += f"{mma(bits)} {{c0, c1, c2, c3}}, {{${q}, z, ${q + 1}, z}}, {{{k[0]}, {k[1]}}}, "
         code += "{c0, c1, c2, c3}; "
     return code + "mov.f32 $0, c0; mov.f32 $1, c1; }"
@@ -147,10 +147,10 @@ def add_values_asm(bits):
     two for odd ones), the old sums, four pairs of probabilities, and a word of each value vector,
     of which FP8 values use the lower half.
     """
-    code = "{ .reg .f32 c<4>; .reg .b32 z, l, h; mov.b32 z, 0; "
+    more = "" if bits == 16 else ".reg .b32 v<8>; .reg .b16 e; "
+    code = f"{{ {more}.reg .f32 c<4>; .reg .b32 z, l, h; mov.b32 z, 0; "
     values = [f"${12 + j}" for j in range(8)]
     if bits == 8:
-        code = "{ .reg .b32 v<8>; .reg .b16 e; " + code[2:]
         for j in range(8):
             code += f"cvt.u16.u32 e, {values[j]}; {upcast_asm(f'v{j}', 'e')}"
         values = [f"v{j}" for j in range(8)]
@@ -419,7 +419,7 @@ class Attention:
 
     @gluon.jit
     def find(self, segment, key):
-        """Return the offset of a key in a layer's cache, in words; with FP8, also its exponent's.
+        """Return the offset of a key in a layer's cache, in words; with FP8, also that of its exponent.
 
         An aligned run of 32 keys lies in one KV-cache block, so the offset of its first key also
         locates the others.
