@@ -419,7 +419,7 @@ class Attention:
 
     @gluon.jit
     def find(self, segment, key):
-        """Return the offset of a key in a layer's cache, in words; with FP8, also that of its exponent.
+        """Return the offset of a key in a layer's cache in words; with FP8, also its exponent's offset.
 
         An aligned run of 32 keys lies in one KV-cache block, so the offset of its first key also
         locates the others.
