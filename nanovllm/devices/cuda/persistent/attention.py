@@ -419,10 +419,10 @@ class Attention:
 
     @gluon.jit
     def find(self, segment, key):
-        """Return the offset of a key in a layer's cache in words; with FP8, also its exponent's offset.
+        """Return the offset of a key in a layer's cache, in words.
 
-        An aligned run of 32 keys lies in one KV-cache block, so the offset of its first key also
-        locates the others.
+        With FP8, also return the offset of its exponent. An aligned run of 32 keys lies in one
+        KV-cache block, so the offset of its first key also locates the others.
         """
         table = self.tables + segment.slot * self.table_width
         block = gl.load(table + key // self.block_size, mask=key < segment.end, other=0)
