@@ -82,6 +82,7 @@ class BlockManager:
         ]
         self._num_windows = sum(window is not None for window in windows)
         self._ref_counts = [0] * num_blocks
+        self.num_held = [0] * self.num_groups  # number of blocks with references, of each group
         # Free blocks in the order of reuse: first those that are not cached, then those that a
         # window has passed, and finally the others, least recently used first.
         self._expendable: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
@@ -159,12 +160,12 @@ class BlockManager:
             num_needed += num_new if reach == sys.maxsize else 1
         if num_needed > self.num_free:
             return num_needed
-        for table in tables:
+        for group, table in enumerate(tables):
             for block_id in table.held:
-                self._hold(block_id)
-        for table, reach in zip(tables, self._reaches, strict=True):
+                self._hold(block_id, group)
+        for group, reach in enumerate(self._reaches):
             for _ in range(num_new if reach == sys.maxsize else 1):
-                table.block_ids.append(self._take())
+                tables[group].block_ids.append(self._take(group))
         seq.tables = tables
         seq.capacity = min([len(table.block_ids) for table in tables]) * self.block_size
         seq.num_computed = num_hits * self.block_size
@@ -201,7 +202,7 @@ class BlockManager:
         updates = []
         for group, table in enumerate(seq.tables):
             for index in range(len(table.block_ids), num_blocks):
-                block_id = self._take()
+                block_id = self._take(group)
                 table.block_ids.append(block_id)
                 updates.append(BlockUpdate(seq.slot, index, block_id, group))
         seq.capacity = max(seq.capacity, num_blocks * self.block_size)
@@ -210,9 +211,9 @@ class BlockManager:
     def release(self, seq: Sequence) -> None:
         """Drop the references of `seq` to its blocks."""
         # Reverse order: the tail of a prefix is evicted before its head.
-        for table in seq.tables:
+        for group, table in enumerate(seq.tables):
             for block_id in reversed(table.held):
-                self._drop(block_id, self._recent)
+                self._drop(block_id, group, self._recent)
         seq.tables = []
         seq.capacity = seq.num_computed = 0
         seq.next_full_len = sys.maxsize
@@ -249,15 +250,19 @@ class BlockManager:
     def check(self, sequences: Iterable[Sequence]) -> None:
         """Verify all invariants against the sequences that hold blocks."""
         ref_counts = [0] * self.num_blocks
+        held: list[set[int]] = [set() for _ in self._reaches]
         for seq in sequences:
             assert seq.capacity == min(len(t.block_ids) for t in seq.tables) * self.block_size
             assert len(set(seq.block_ids)) == len(seq.block_ids), "a sequence holds a block twice"
             for block_id in seq.block_ids:
                 ref_counts[block_id] += 1
-            for table, reach in zip(seq.tables, self._reaches, strict=True):
+            for table, reach, block_ids in zip(seq.tables, self._reaches, held, strict=True):
+                block_ids.update(table.held)
                 most = max(seq.num_computed // self.block_size - reach, 0)
                 assert table.first <= most, "a block was freed that the next token may see"
         assert ref_counts == self._ref_counts, "reference counts drifted"
+        assert list(map(len, held)) == self.num_held
+        assert sum(self.num_held) + self.num_free == self.num_blocks
         free = [*self._expendable, *self._recent]
         assert sorted(free) == [i for i, count in enumerate(ref_counts) if count == 0]
         prefixes: list[Prefix | None] = [None] * self.num_blocks
@@ -279,27 +284,31 @@ class BlockManager:
         The last ones before a branch are reused later than the others: prompts continue there.
         """
         start = seq.num_computed // self.block_size
-        for table, reach in zip(seq.tables, self._reaches, strict=True):
+        for group, (table, reach) in enumerate(zip(seq.tables, self._reaches, strict=True)):
             for index in range(table.first, start - reach):
                 is_kept = seq.branch - reach <= index < seq.branch
-                self._drop(table.block_ids[index], self._recent if is_kept else self._expendable)
+                free = self._recent if is_kept else self._expendable
+                self._drop(table.block_ids[index], group, free)
             table.first = max(table.first, start - reach)
 
-    def _take(self) -> int:
+    def _take(self, group: int) -> int:
         block_id, _ = (self._expendable or self._recent).popitem(last=False)
         self._uncache(block_id)
         self._ref_counts[block_id] = 1
+        self.num_held[group] += 1
         return block_id
 
-    def _hold(self, block_id: int) -> None:
+    def _hold(self, block_id: int, group: int) -> None:
         if self._ref_counts[block_id] == 0:
             del (self._recent if block_id in self._recent else self._expendable)[block_id]
+            self.num_held[group] += 1
         self._ref_counts[block_id] += 1
 
-    def _drop(self, block_id: int, free: OrderedDict[int, None]) -> None:
+    def _drop(self, block_id: int, group: int, free: OrderedDict[int, None]) -> None:
         """Drop a reference to a block; if it was the last one, add a cached block to `free`."""
         self._ref_counts[block_id] -= 1
         if self._ref_counts[block_id] == 0:
+            self.num_held[group] -= 1
             if self._prefixes[block_id] is not None:
                 free[block_id] = None
             else:  # it can never be hit

@@ -65,11 +65,13 @@ class CoreStats:
     num_drafts: int = 0  # rows with draft tokens
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0  # accepted draft tokens
+    num_held_blocks: tuple[int, ...] = (0,)  # blocks that sequences hold, of each group of layers
 
 
 def total(stats: list[CoreStats]) -> CoreStats:
-    """Sum each field over several cores."""
-    return CoreStats(*map(sum, zip(*map(astuple, stats), strict=True)))
+    """Sum each field over several cores, which run the same model."""
+    *counts, held = zip(*map(astuple, stats), strict=True)
+    return CoreStats(*map(sum, counts), tuple(map(sum, zip(*held, strict=True))))
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,7 +91,9 @@ class InputBatch:
             setattr(self, name, self._view(name))
         self.block_tables = self.block_tables.view(num_slots + 1, num_groups, -1)
         self.sampling_columns = SamplingColumns(*map(self._view, SamplingColumns.__slots__))
-        single = {name: column for name, column in self._columns.items() if column.value is not None}
+        single = {
+            name: column for name, column in self._columns.items() if column.value is not None
+        }
         self._record = np.dtype([(name, column.dtype) for name, column in single.items()])
         # A record holds a slot's values of all columns that have one value per slot. For each word
         # of a record, compute its offset in slot 0 and the stride between slots.
@@ -118,7 +120,10 @@ class InputBatch:
         """Return a plan's changes, [changes, 2]: the offset of each word, and its new value."""
         changes = [change for row in plan.new_rows for change in self._enter(row)]
         if plan.block_updates:
-            first, (by_slot, by_group, _) = self._offsets["block_tables"], self.block_tables.stride()
+            first, (by_slot, by_group, _) = (
+                self._offsets["block_tables"],
+                self.block_tables.stride(),
+            )
             entries = [
                 first + u.slot * by_slot + u.group * by_group + u.index for u in plan.block_updates
             ]

@@ -177,8 +177,6 @@ def wanted_blocks(config: EngineConfig, windows: Windows) -> int:
     return num_blocks
 
 
-
-
 def agree(number: int, device: Device) -> int:
     """Return the minimum of a number of blocks or states over all ranks."""
     smallest = device.group.smallest(number, device.torch_device)

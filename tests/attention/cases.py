@@ -80,7 +80,10 @@ class Case:
         slots = [
             table[position // block_size] * block_size + position % block_size
             for start, count, table in zip(
-                self.rows.starts, self.rows.counts, self.rows.block_tables[:, 0].numpy(), strict=True
+                self.rows.starts,
+                self.rows.counts,
+                self.rows.block_tables[:, 0].numpy(),
+                strict=True,
             )
             for position in range(start, start + count)
         ]

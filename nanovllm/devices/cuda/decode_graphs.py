@@ -67,7 +67,10 @@ class DecodeGraphs:
         assert isinstance(attention, GraphedAttention)
         self.eager, self.attention, self.device = eager, attention, device
         self.input_batch = input_batch = eager.input_batch
-        num_slots, (_, num_groups, max_blocks) = input_batch.num_slots, input_batch.block_tables.shape
+        num_slots, (_, num_groups, max_blocks) = (
+            input_batch.num_slots,
+            input_batch.block_tables.shape,
+        )
         self.max_context = max_blocks * input_batch.block_size
         self.sizes = graph_sizes(num_slots)
         # With draft tokens, the number of rows varies from step to step. Padding to fewer sizes

@@ -285,7 +285,9 @@ def gathered(slots: Tensor, lengths: Tensor) -> list[list[int]]:
     first = torch.arange(num_lines * 4, dtype=torch.int32, device=device).view(num_lines, 4)
     block_tables = torch.stack((first, first + 1000), 1)
     input_ids, context_lens, order = torch.zeros(3, num_rows, dtype=torch.int32, device=device)
-    positions, *mappings = token_columns = torch.zeros(3, num_rows, dtype=torch.int64, device=device)
+    positions, *mappings = token_columns = torch.zeros(
+        3, num_rows, dtype=torch.int64, device=device
+    )
     columns = (input_ids, positions, token_columns[1:], context_lens, order)
     gather_decode(slots, lengths, tokens, block_tables, 16, columns)
     distance = torch.where(mappings[0] < 0, 0, 1000 * 16)
