@@ -6,7 +6,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -70,17 +70,15 @@ class KVCacheSpec:
 
     def views(self, buffer: Tensor, num_blocks: int) -> list[LayerCache]:
         """Split a byte buffer of num_blocks * block_bytes into per-layer caches."""
-        places, num_rows = self.groups.places, self.groups.num_rows
-        shape = (num_rows, 2, num_blocks, self.block_size, self.num_kv_heads)
+        shape = (self.groups.num_rows, 2, num_blocks, self.block_size, self.num_kv_heads)
         num_bytes = math.prod(shape) * self.head_dim * self.dtype.itemsize
         rows = buffer[:num_bytes].view(self.dtype).view(*shape, self.head_dim)
-        if not self.has_exponents:
-            return [LayerCache(*rows[place.row], group=place.group) for place in places]
-        exponents = buffer[num_bytes:].view(*shape[:3], *shape[:2:-1])
-        return [
-            LayerCache(*rows[place.row], *exponents[place.row], group=place.group)
-            for place in places
-        ]
+        if self.has_exponents:
+            exponents = buffer[num_bytes:].view(*shape[:3], *shape[:2:-1])
+            by_row = [LayerCache(*row, *each) for row, each in zip(rows, exponents, strict=True)]
+        else:
+            by_row = [LayerCache(*row) for row in rows]
+        return [replace(by_row[place.row], group=place.group) for place in self.groups.places]
 
 
 def kv_cache_spec(
