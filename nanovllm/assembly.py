@@ -154,9 +154,8 @@ def start_core(resolved: ResolvedModel, get_grammars: Callable[[], GrammarEngine
     executor = create_executor(config, resolved.model_config, resolved.checkpoint)
     info = executor.start()
     try:
-        blocks = BlockManager(
-            info.num_blocks, config.kvcache_block_size, config.enable_prefix_caching
-        )
+        sizes = info.num_blocks, config.kvcache_block_size
+        blocks = BlockManager(*sizes, config.enable_prefix_caching, info.windows)
         num_slots = config.max_num_seqs if info.states is None else info.states.num_slots
         scheduler = Scheduler(
             blocks,

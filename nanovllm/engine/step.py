@@ -32,7 +32,8 @@ class NewRow:
 
     slot: int
     token_ids: IntColumn  # all known tokens, prompt and output
-    block_ids: list[int]
+    # Block ids of each group of layers; a window's entries before its first block are undefined.
+    tables: list[list[int]]
     num_prompt_tokens: int
     params: SamplingParams
     seed: int
@@ -48,11 +49,12 @@ class NewRow:
 
 @dataclass(frozen=True, slots=True)
 class BlockUpdate:
-    """A new entry in a slot's block table."""
+    """A new entry in a slot's block table of a group."""
 
     slot: int
     index: int
     block_id: int
+    group: int
 
 
 @dataclass(frozen=True, slots=True)

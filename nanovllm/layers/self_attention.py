@@ -63,7 +63,8 @@ class SelfAttention(Layer):
         cache, plan = batch.caches[self.layer_index], batch.attention
         assert isinstance(cache, LayerCache)
         qk_norm = None if self.qk_norm is None else self.qk_norm.prepare(qkv)
-        self.ops.rope_write(qkv, qk_norm, rope, batch.positions, cache, batch.slot_mapping)
+        slot_mapping = batch.slot_mapping[cache.group]
+        self.ops.rope_write(qkv, qk_norm, rope, batch.positions, cache, slot_mapping)
         q = qkv[:, : self.num_heads]
         # In the last layer, tokens without logits only need their keys and values cached.
         if self.is_last and (sampled := batch.sampled) is not None:

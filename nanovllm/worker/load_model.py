@@ -57,9 +57,16 @@ class LoadedModel:
 
 
 def load_model(
-    config: EngineConfig, model_config: ModelConfig, checkpoint: Checkpoint, device: Device
+    config: EngineConfig,
+    model_config: ModelConfig,
+    checkpoint: Checkpoint,
+    device: Device,
+    target: ModelConfig | None = None,
 ) -> LoadedModel:
-    """Build a model, load its weights and compile its kernels."""
+    """Build a model, load its weights and compile its kernels.
+
+    `target` is set for a draft model, which shares the target's InputBatch.
+    """
     is_tied = model_config.tie_word_embeddings and model_config.transformers_config is None
     has_weights = checkpoint.embedding is None and config.load_format != "dummy"
     if is_tied and has_weights and has_own_head(checkpoint):
@@ -73,13 +80,13 @@ def load_model(
     if config.quantization is not None or is_quantized:
         layouts = choose_layouts(config, checkpoint, device, dtype)
     build = BuildContext(device.torch_device, dtype, attention, ops, device.group, layouts)
-    needs = check_memory(config, model_config, device, build)
+    needs = check_memory(config, model_config, device, build, target)
     device.group.smallest(0, device.torch_device)  # barrier: no rank loads before all have checked
     model = _load_weights(config, model_config, checkpoint, device, build)
     if checkpoint.embedding is not None and config.load_format != "dummy":
         folders = checkpoint.embedding.dense
         model.dense.extend(load_dense(folders, model_config.hidden_size, build.device))
-    spec = kv_cache_spec(config, model_config, dtype, device.group)
+    spec = kv_cache_spec(config, model_config, dtype, device.group, target)
     state_cache, num_slots = None, config.max_num_rows
     # Create the states before `prepare`: the profile run needs them.
     if model_config.recurrent is not None:

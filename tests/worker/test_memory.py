@@ -161,7 +161,7 @@ def test_workers_of_a_cluster_need_nothing_of_this_machine(monkeypatch: pytest.M
     assert check_device(replace(config, distributed_executor_backend="ray")) is None
 
 
-def refuse(config: Any, model: Any, device: Any, build: BuildContext) -> None:
+def refuse(config: Any, model: Any, device: Any, build: BuildContext, *_: Any) -> None:
     raise ConfigError(f"no room for rank {build.group.rank} of {build.group.size}")
 
 

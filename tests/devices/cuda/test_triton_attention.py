@@ -46,8 +46,8 @@ def on_device(
     case.write(TorchOps())
     want, rows = case.reference(), case.rows
     cache = LayerCache(case.cache.k.cuda(), case.cache.v.cuda())
-    table = rows.block_table.cuda()
-    device_rows = BatchRows(rows.slots, rows.starts, rows.counts, table)
+    tables = rows.block_tables.cuda()
+    device_rows = BatchRows(rows.slots, rows.starts, rows.counts, tables)
     return Case(device_rows, cache, case.qkv.cuda(), [], case.spec), want
 
 
