@@ -28,6 +28,7 @@ from nanovllm.models import (
     qwen2,
     qwen3,
     qwen3_5,
+    qwen3_moe,
     smollm3,
 )
 from nanovllm.models.config_json import (
@@ -70,7 +71,7 @@ FAMILIES = {
     "Qwen3NextForCausalLM": Family(qwen3_5.build_next_layer, qwen3_5.read_moe_config),
     "Qwen3_5ForCausalLM": Family(qwen3_5.build_layer, qwen3_5.read_config),
     "Qwen3_5MoeForCausalLM": Family(qwen3_5.build_layer, qwen3_5.read_moe_config),
-    "Qwen3MoeForCausalLM": Family(qwen3.build_layer, qwen3.read_moe_config),
+    "Qwen3MoeForCausalLM": Family(qwen3_moe.build_layer, qwen3_moe.read_config),
     "SmolLM3ForCausalLM": Family(llama.build_layer, smollm3.read_config),
 }
 
