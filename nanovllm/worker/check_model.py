@@ -10,9 +10,9 @@ from nanovllm.checkpoint.quantization import choose_quantization
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError
 from nanovllm.layers.build import BuildContext
-from nanovllm.layers.shards import check_splits
 from nanovllm.models.registry import check_options, read_config_for
 from nanovllm.ops.torch_ops import TorchOps
+from nanovllm.worker.check_splits import check_splits
 from nanovllm.worker.device_interface import Device
 from nanovllm.worker.memory_needs import check_memory
 from nanovllm.worker.quantized_layouts import choose_layouts
@@ -32,7 +32,8 @@ def check_model(
         )
     if config.quantization is not None:
         choose_quantization(config.quantization, checkpoint_config.get("quantization_config"))
-    check_splits(model, config.tensor_parallel_size)
+    if config.tensor_parallel_size > 1:
+        check_splits(model, config.tensor_parallel_size)
     if device is None:
         return  # each rank will check its own device
     if config.kv_cache_dtype != "auto":
