@@ -21,7 +21,7 @@ from tests.models.transformers_families import make_config
 
 PACKAGE = Path(__file__).parent.parent / "nanovllm"
 RINGS = [
-    "errors validation structured_outputs sampling_params outputs config",
+    "errors validation structured_outputs logits_options sampling_params outputs config",
     *("engine", "ops", "checkpoint", "attention", "layers", "models", "worker"),  # the core
     *("devices", "features", "parallel", "assembly", "llm"),
     *("serve", "async_llm", "batch", "cli", "ray"),

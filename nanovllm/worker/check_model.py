@@ -10,7 +10,7 @@ from nanovllm.checkpoint.quantization import choose_quantization
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError
 from nanovllm.layers.build import BuildContext
-from nanovllm.models.registry import check_options, read_config_for
+from nanovllm.models.registry import fallback, read_config_for
 from nanovllm.ops.torch_ops import TorchOps
 from nanovllm.worker.check_splits import check_splits
 from nanovllm.worker.device_interface import Device
@@ -23,7 +23,8 @@ def check_model(
 ) -> None:
     """Raise an error for a model that is not supported, cannot be sharded or does not fit."""
     model = read_config_for(checkpoint_config, config.model_impl)
-    check_options(config, model)
+    if model.transformers_config is not None:
+        fallback().check_options(config, model)
     if model.recurrent is not None and config.speculative_config is not None:
         raise ConfigError(
             f"speculative_config is not supported for {model.architecture}: a recurrent "
