@@ -23,8 +23,8 @@ from nanovllm.devices.cuda.persistent import build
 from nanovllm.devices.cuda.persistent import packed_weights as weights
 from nanovllm.devices.cuda.persistent.persistent_step import StackedQuantized
 from nanovllm.devices.cuda.persistent.sizes import ExpertsShape, StepShape
+from nanovllm.layers.all_heads_norm import AllHeadsNorm
 from nanovllm.layers.build import BuildContext
-from nanovllm.layers.layernorm import AllHeadsNorm
 from nanovllm.models.decoder import DecoderModel
 from nanovllm.models.registry import build_model, read_config
 from nanovllm.ops.fp8 import FP8
