@@ -18,7 +18,7 @@ from nanovllm.devices.cuda.persistent.sizes import StepShape
 from nanovllm.ops import fp8
 from nanovllm.ops.interface import LayerCache, Routing
 from nanovllm.ops.quantized_weight import QuantizedWeight, pack_words
-from nanovllm.worker.kv_cache import KVCacheSpec
+from nanovllm.worker.kv_cache import KVCacheSpec, LayerGroups, Place
 from tests.devices.cuda.persistent.reference import reference_step
 from tests.ops.quantized_products import quantize_blocks, quantize_int4
 
@@ -161,7 +161,9 @@ class RandomStep:
         shape, variant = self.shape, self.variant
         dtype = torch.bfloat16 if shape.cache_bits == 16 else fp8.FP8
         heads = shape.num_kv_heads, shape.head_dim
-        spec = KVCacheSpec(variant.num_layers, variant.block_size, *heads, dtype)
+        places = tuple(Place(0, row) for row in range(variant.num_layers))
+        groups = LayerGroups((None,), places, variant.num_layers)
+        spec = KVCacheSpec(groups, variant.block_size, *heads, dtype)
         buffer = torch.zeros(num_blocks * spec.block_bytes, dtype=torch.uint8, device="cuda")
         caches = spec.views(buffer, num_blocks)
         for cache in caches:
