@@ -107,9 +107,7 @@ def test_the_same_prompt_hits_all_its_full_blocks(windows: Windows, length: int)
 @pytest.mark.parametrize(
     ("windows", "num_snapshots"), [(PLAIN, None), (GEMMA_3, None), ((4096,), None), (PLAIN, 100)]
 )
-def test_prompts_that_share_their_first_tokens(
-    windows: Windows, num_snapshots: int | None
-) -> None:
+def test_prompts_that_share_their_first_tokens(windows: Windows, num_snapshots: int | None) -> None:
     """The last case has recurrent states. The second prompt finds no snapshot at the branch."""
     core, rng = make_core(windows, 20_000, num_snapshots=num_snapshots), random.Random(0)
     shared = random_tokens(rng, 1600)
