@@ -23,7 +23,6 @@ from nanovllm.engine.output_processor import RequestState
 from nanovllm.engine.prompts import as_prompt
 from nanovllm.engine.request import EngineCoreOutputs
 from nanovllm.engine.scoring import embedding_of
-from nanovllm.engine.sequence import check_length
 from nanovllm.engine.step import Pooling
 from nanovllm.errors import ConfigError, EngineError, NanovllmError, RequestError
 from nanovllm.outputs import EmbeddingOutput, StreamPiece
@@ -269,7 +268,7 @@ class AsyncLLM:
         state = await self._prepare(
             partial(self.input_processor.process, *given), one.content, params
         )
-        check_length(state.completions[0].request, self.max_len)
+        state.completions[0].request.check_length(self.max_len)
         stream = self._begin(state)
         is_over = False
         try:

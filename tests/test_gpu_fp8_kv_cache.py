@@ -29,7 +29,7 @@ def test_rows_that_share_their_first_keys_on_a_gpu(tiny: Any) -> None:
     prompts = [prompt * 5 + [i] for i in range(90)]
     with LLM(tiny("qwen3").path, **options, max_num_batched_tokens=2048) as llm:
         together = llm.generate(prompts, params, use_tqdm=False)
-        assert runner_of(llm).forward.decode.shared_graphs
+        assert "shared" in {way for way, _ in runner_of(llm).forward.decode.graphs}
         alone = [llm.generate([each], params, use_tqdm=False)[0] for each in prompts[:5]]
     for one, many in zip(alone, together, strict=False):
         assert one.token_ids == many.token_ids

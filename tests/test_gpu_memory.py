@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import random
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.devices.cuda.energy import energy_counter
 from nanovllm.errors import ConfigError
 from tests.bench.test_steps import CONFIG
 from tests.checkpoints import VOCAB_SIZE
@@ -195,3 +197,19 @@ def test_a_cache_that_does_not_fit_is_explained(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         LLM(**large_cache, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_energy() -> None:
+    """A GPU uses between 50 and 1,500 W while it multiplies."""
+    joules = energy_counter(1)
+    if joules is None:
+        pytest.skip("NVML does not count the energy of this GPU")
+    x = torch.ones(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    before, start = joules(), time.perf_counter()
+    while time.perf_counter() - start < 1:
+        x @ x
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - start
+    assert 50 < (joules() - before) / seconds < 1500

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.floors import Rates
-from nanovllm.config import EngineConfig
+from nanovllm.devices.cuda.graph_pool import GraphPool
 from nanovllm.devices.cuda.memory import has_cuda
 from nanovllm.errors import ConfigError
 
@@ -29,11 +29,9 @@ class GpuTimer:
         if not has_cuda():
             raise ConfigError("these kernels need a GPU, and this machine has no CUDA device")
         print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, us", flush=True)
-        from nanovllm.devices.cuda.device import CudaDevice  # needs triton
-
-        self._device = CudaDevice(EngineConfig("none"))
-        # Graphs share a memory pool, which lives as long as any of them; this one keeps it alive.
-        self._keeps_pool = self._device.capture(lambda: torch.zeros(1, device="cuda"))
+        self._pool = GraphPool(torch.device("cuda"), has_kernels=False)
+        # The pool's memory lives as long as any of its graphs; this one keeps it alive.
+        self._keeps_pool = self._pool.capture(lambda: torch.zeros(1, device="cuda"))
 
     def microseconds(self, calls: Sequence[Run], num_replays: int = NUM_REPLAYS) -> float:
         """Return the median time per call; the calls evict each other's data from the cache."""
@@ -41,9 +39,9 @@ class GpuTimer:
         def run() -> Tensor:
             for call in calls:
                 y = call()
-            return y
+            return y.contiguous()
 
-        replay, _ = self._device.capture(run)
+        replay, _ = self._pool.capture(run)
         events = [torch.cuda.Event(enable_timing=True) for _ in range(num_replays + 2)]
         events[0].record()
         for event in events[1:]:  # queued together; the first replay is a warm-up

@@ -20,7 +20,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nanovllm import __version__
-from nanovllm.cli import batch, bench_latency, bench_serve, chat, generate, models, serve, trace
+from nanovllm.cli import (
+    batch,
+    bench_latency,
+    bench_serve,
+    bench_throughput,
+    chat,
+    generate,
+    models,
+    serve,
+    trace,
+)
 from nanovllm.cli.exit_code import exit_code
 from nanovllm.cli.options import HELP_FORMAT, add_command, dashed
 from nanovllm.cli.start import configure_logging
@@ -71,6 +81,6 @@ def build_parser() -> ArgumentParser:
     examples = "examples:\n  nanovllm bench latency --batch 1 64\n  nanovllm bench serve"
     bench = add_command(commands, "bench", about, usage, examples)
     names = bench.add_subparsers(metavar="NAME", required=True, prog="nanovllm bench")
-    bench_latency.add_parser(names)
-    bench_serve.add_parser(names)
+    for benchmark in (bench_latency, bench_throughput, bench_serve):
+        benchmark.add_parser(names)
     return parser

@@ -15,6 +15,7 @@ import argparse
 import random
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -60,7 +61,8 @@ def run(args: argparse.Namespace) -> int:
         about = {"model": config.model, "device": info.device_name, "dtype": info.dtype}
         print(", ".join(about.values()), flush=True)
         for batch in sizes.batch:
-            result = measure(llm, batch, sizes)
+            lengths = sizes.input_len, sizes.output_len
+            result = measure(llm, batch, *lengths, sizes.repeats)
             print(
                 f"batch {batch}: first token after {result['first_token_ms']:.1f} ms, "
                 f"{result['step_ms']:.3f} ms/step, {result['tokens_per_second']:,.1f} tok/s",
@@ -70,22 +72,38 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def measure(llm: LLM, batch: int, sizes: Sizes) -> dict[str, float]:
-    """Return the medians of `repeats` runs, which follow one warm-up run."""
+def measure(
+    llm: LLM,
+    batch: int,
+    input_len: int,
+    output_len: int,
+    repeats: int,
+    joules: Callable[[], float] | None = None,
+) -> dict[str, float]:
+    """Return the medians of `repeats` runs, which follow one warm-up run.
+
+    If a counter of `joules` is given, they include the energy per output token.
+    """
     last_id = min(10_000, llm.engine.model_config.vocab_size)
-    params = SamplingParams(max_tokens=sizes.output_len, ignore_eos=True)
+    params = SamplingParams(max_tokens=output_len, ignore_eos=True)
     from tqdm import tqdm
 
     runs = []
-    for _ in tqdm(range(sizes.repeats + 1), f"batch {batch}", unit="run", leave=False):
+    for _ in tqdm(range(repeats + 1), f"batch {batch}", unit="run", leave=False):
         # Use new prompts: those of earlier runs are in the prefix cache.
-        prompts = [random.choices(range(last_id), k=sizes.input_len) for _ in range(batch)]
+        prompts = [random.choices(range(last_id), k=input_len) for _ in range(batch)]
+        joules_before = joules() if joules else 0.0
         start = time.perf_counter()
         outputs = llm.generate(prompts, params, use_tqdm=False)
         seconds = time.perf_counter() - start
         first = max(output.time_to_first_token for output in outputs)
-        step = (seconds - first) / (sizes.output_len - 1)
-        runs.append((1000 * first, 1000 * step, batch * sizes.output_len / seconds))
-    first, step, rate = map(statistics.median, zip(*runs[1:], strict=True))
-    lengths = {"batch": batch, "input_len": sizes.input_len, "output_len": sizes.output_len}
-    return lengths | {"first_token_ms": first, "step_ms": step, "tokens_per_second": rate}
+        run = {
+            "first_token_ms": 1000 * first,
+            "step_ms": 1000 * (seconds - first) / (output_len - 1),
+            "tokens_per_second": batch * output_len / seconds,
+        }
+        if joules:
+            run["joules_per_token"] = (joules() - joules_before) / (batch * output_len)
+        runs.append(run)
+    medians = {name: statistics.median(run[name] for run in runs[1:]) for name in runs[0]}
+    return {"batch": batch, "input_len": input_len, "output_len": output_len} | medians

@@ -1,13 +1,9 @@
-"""EngineCore: each call of `step` launches the next step and collects the oldest in flight.
-
-`run_loop` is the loop of the thread that runs a core.
-"""
+"""EngineCore: each call of `step` launches the next step and collects the oldest in flight."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from queue import Empty, SimpleQueue
 from time import perf_counter
 
 import numpy as np
@@ -22,7 +18,7 @@ from nanovllm.engine.request import (
     TokenLogprobs,
 )
 from nanovllm.engine.scheduler import Scheduler, Step
-from nanovllm.engine.sequence import Sequence, check_length
+from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Bitmasks
 from nanovllm.engine.timing import StepLog
 from nanovllm.errors import EngineError
@@ -75,7 +71,7 @@ class EngineCore:
     def check(self, request: Request) -> None:
         """Raise RequestError if the request can never run. Safe in any thread."""
         self.raise_if_failed()
-        check_length(request, self.max_len)
+        request.check_length(self.max_len)
 
     def add(self, request: Request) -> None:
         """Queue a request; raise RequestError, and keep no state, if it can never run."""
@@ -208,24 +204,3 @@ class EngineCore:
         if self.log is not None:
             self.log.add_end(finished, seq.request.arrival_time)
         return finished
-
-
-def run_loop(
-    commands: SimpleQueue[Callable[[], object] | None],
-    step: Callable[[], object],
-    wait_seconds: Callable[[], float | None],
-) -> None:
-    """Run all queued commands before each step; the command None ends the loop.
-
-    `wait_seconds` says how long to wait for a command before the next step: 0 while a step is due,
-    None if only a command can change anything.
-    """
-    while True:
-        try:
-            command = commands.get(timeout=wait_seconds())
-        except Empty:
-            step()
-            continue
-        if command is None:
-            return
-        command()

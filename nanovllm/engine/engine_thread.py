@@ -18,13 +18,14 @@ from time import sleep
 from typing import Any, TypeVar
 
 from nanovllm.config import EngineConfig, ModelConfig
-from nanovllm.engine.core import EngineCore, run_loop
+from nanovllm.engine.core import EngineCore
 from nanovllm.engine.engine_client import EngineClient, Stream
 from nanovllm.engine.executor import ExecutorInfo
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.output_processor import RequestState
 from nanovllm.engine.prompts import as_prompt
 from nanovllm.engine.request import EngineCoreOutputs
+from nanovllm.engine.run_loop import run_loop
 from nanovllm.errors import EngineError
 from nanovllm.outputs import RequestOutput, StepOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams

@@ -9,6 +9,7 @@ from typing import Literal
 
 from nanovllm.engine.grammar import Grammar
 from nanovllm.engine.step import Pooling, Vector
+from nanovllm.errors import PromptTooLongError
 from nanovllm.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -39,6 +40,17 @@ class Request:
     pooling: Pooling | None = None  # None: generate instead of pooling
     request_id: str = ""  # prompts with the same id take turns with other requests
     arrival_time: float = field(default_factory=time.perf_counter)
+
+    def check_length(self, max_len: int) -> None:
+        """Raise PromptTooLongError if the prompt does not fit into `max_len` tokens."""
+        num_tokens, most, why = len(self.token_ids), max_len, ""
+        if self.pooling is None:
+            most, why = max_len - 1, " (one must be left for the output)"
+        if num_tokens > most:
+            raise PromptTooLongError(
+                f"the prompt has {num_tokens} tokens, but only {most} fit{why}; shorten it, or "
+                "raise max_model_len or num_kvcache_blocks"
+            )
 
     def why_broken(self) -> str:
         """Return the likely causes when a step produced no valid token or vector."""

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from nanovllm.engine.block_manager import BlockKey, BlockTable, Prefix
 from nanovllm.engine.request import DraftCounts, FinishReason, Request, TokenLogprobs
 from nanovllm.engine.step import Vector
-from nanovllm.errors import PromptTooLongError
 
 if TYPE_CHECKING:
     from nanovllm.engine.feature import Feature
@@ -106,18 +105,6 @@ class Sequence:
         """Generated token ids; empty if `max_tokens == 0`."""
         ids = self.token_ids[self.num_prompt_tokens :].tolist()
         return ids if self.request.params.max_tokens != 0 else []
-
-
-def check_length(request: Request, max_len: int) -> None:
-    """Raise PromptTooLongError if the prompt does not fit into a sequence of `max_len` tokens."""
-    num_tokens, most, why = len(request.token_ids), max_len, ""
-    if request.pooling is None:
-        most, why = max_len - 1, " (one must be left for the output)"
-    if num_tokens > most:
-        raise PromptTooLongError(
-            f"the prompt has {num_tokens} tokens, but only {most} fit{why}; shorten it, or "
-            "raise max_model_len or num_kvcache_blocks"
-        )
 
 
 class WaitingQueue:

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 from nanovllm.assembly import create_grammars, resolve_model, start_core
 from nanovllm.config import EngineConfig
 from nanovllm.devices.replica_share import take_share
-from nanovllm.engine.core import EngineCore, run_loop
+from nanovllm.engine.core import EngineCore
 from nanovllm.engine.request import EngineCoreOutputs, FinishedSequence, Request
+from nanovllm.engine.run_loop import run_loop
 from nanovllm.errors import RequestError
 from nanovllm.parallel.child import Kind, Link, StepTimer, run_child
 from nanovllm.serve.core_messages import (

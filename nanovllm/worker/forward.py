@@ -28,7 +28,7 @@ class StepLogits:
     values: Tensor  # [rows, vocab_size]
     slots: Tensor
     positions: Tensor  # positions of the tokens to sample
-    # Key of the CUDA graph that wrote the logits, if any: (batch size, maximum context length).
+    # Bucket of the CUDA graph that wrote the logits, if any: (batch size, maximum context length).
     graph: tuple[int, int] | None = None
 
 

@@ -1,4 +1,4 @@
-"""`nanovllm bench latency` and `nanovllm bench serve`."""
+"""`nanovllm bench latency`, `throughput` and `serve`."""
 
 from __future__ import annotations
 
@@ -45,6 +45,21 @@ def test_latency(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert f"batch {batch}:   0%|" in shown.err
     assert main([*command.split()[:-1], str(tmp_path)]) == 2
     assert f"cannot write {tmp_path}: Is a directory" in capsys.readouterr().err
+
+
+def test_throughput(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    path = tmp_path / "results.jsonl"
+    sizes = "--num-prompts 3 --input-len 16 --output-len 4 --repeats 1 --energy"
+    command = f"bench throughput {tmp_path} {sizes} --device cpu --json {path}"
+    assert main(command.split()) == 0
+    record = json.loads(path.read_text())
+    assert (record["batch"], record["input_len"], record["output_len"]) == (3, 16, 4)
+    rate = record["tokens_per_second"]
+    out = capsys.readouterr().out
+    assert f"{rate:,.1f} output tok/s, {5 * rate:,.1f} tok/s with the prompts" in out
+    assert "the energy of this device is not counted" in out
+    assert "joules_per_token" not in record
 
 
 @pytest.fixture(scope="module")

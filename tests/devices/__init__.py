@@ -17,6 +17,7 @@ from torch import Tensor
 from nanovllm import LLM
 from nanovllm.config import EngineConfig
 from nanovllm.devices.cpu.device import CpuDevice
+from nanovllm.devices.cuda.graph_pool import Graph
 
 NEEDS_GPU = [
     pytest.mark.gpu,
@@ -52,22 +53,25 @@ def runner_of(llm: LLM) -> Any:
     return executor.runner
 
 
-class RunAgain:
-    """Stand-in for CUDA graphs on a CPU: a replay runs the function again, into the same output."""
+class FunctionPool:
+    """Stand-in for a GraphPool on a CPU: a replay runs the function again, into the same output."""
 
-    def capture(self, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+    def capture(self, run: Callable[[], Tensor]) -> Graph:
         output = run()
 
         def replay() -> None:
             output.copy_(run())
 
-        return replay, output
+        return Graph(replay, output)
+
+
+class RunAgain:
+    """The parts of CudaDevice that graphs need, for a CPU device."""
+
+    graph_pool = FunctionPool()
 
     def send(self, array: np.ndarray, target: Tensor) -> None:
         target[: len(array)].copy_(torch.from_numpy(array))
-
-    def weak_ref(self, tensor: Tensor) -> Tensor:
-        return tensor
 
     def pinned(self, like: Tensor) -> Tensor:
         return torch.empty_like(like)

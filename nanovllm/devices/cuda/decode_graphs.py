@@ -5,15 +5,15 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from nanovllm.attention.backend import DecodeRows, GraphedAttention, SharedRows
+from nanovllm.devices.cuda.graph_pool import Graph
 from nanovllm.devices.cuda.kernels.attention_configs import SHORT_CONTEXT
 from nanovllm.devices.cuda.kernels.step_inputs import gather_decode
 from nanovllm.devices.cuda.persistent import warn_or_inform
@@ -26,14 +26,15 @@ from nanovllm.worker.forward import EagerForward, StepLogits, has_drafts
 
 if TYPE_CHECKING:
     from nanovllm.devices.cuda.device import CudaDevice
-    from nanovllm.devices.cuda.persistent.persistent_step import PersistentStep
 
 FIRST_SIZES = 8, 4, 2, 1  # batch sizes that `capture_first` captures, after the largest
 # These batch sizes have a second graph for short contexts, whose attention need not split keys.
 SHORT_SIZES = range(24, 81)
 
-Replay = Callable[[], None]
-GraphKey = tuple[int, int]  # (batch size, maximum context length)
+DecodeBucket = tuple[int, int]  # (batch size, maximum context length)
+# How a graph runs a step: as one kernel, with shared prefixes, or just layer by layer. A bucket's
+# persistent graph overwrites the logits of the graph for layers.
+Way = Literal["persistent", "shared", "layers"]
 
 
 def graph_sizes(max_rows: int) -> list[int]:
@@ -50,15 +51,6 @@ def graph_sizes(max_rows: int) -> list[int]:
     return [*sizes, max_rows]
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeGraph:
-    """The graphs of one bucket; the next replay overwrites the logits."""
-
-    run_layers: Replay
-    run_persistent: Replay | None  # the same step as one kernel
-    logits: Tensor  # [batch size, vocab_size]; all buckets share this memory
-
-
 class DecodeGraphs:
     """Captures the graphs of each bucket on first use, and replays them."""
 
@@ -67,10 +59,8 @@ class DecodeGraphs:
         assert isinstance(attention, GraphedAttention)
         self.eager, self.attention, self.device = eager, attention, device
         self.input_batch = input_batch = eager.input_batch
-        num_slots, (_, num_groups, max_blocks) = (
-            input_batch.num_slots,
-            input_batch.block_tables.shape,
-        )
+        num_slots = input_batch.num_slots
+        num_groups, max_blocks = input_batch.block_tables.shape[1:]
         self.max_context = max_blocks * input_batch.block_size
         self.sizes = graph_sizes(num_slots)
         # With draft tokens, the number of rows varies from step to step. Padding to fewer sizes
@@ -97,18 +87,19 @@ class DecodeGraphs:
         self.persistent_tokens = {
             size: persistent.max_tokens(size) for size in rows if persistent and size in self.sizes
         }
-        self.graphs: dict[GraphKey, DecodeGraph] = {}
-        self.shared_graphs: dict[int, DecodeGraph] = {}  # keyed by batch size
-        # A capture in the middle of a step may run it twice, and update recurrent states twice.
-        self.can_share = isinstance(attention, TritonAttention) and eager.state_cache is None
+        self.graphs: dict[tuple[Way, DecodeBucket], Graph] = {}
         layers = zip(eager.caches, eager.model.config.layers, strict=True)
         full_groups = [
             cache.group
             for cache, layer in layers
-            if layer.window is None and isinstance(cache, LayerCache)
+            if isinstance(cache, LayerCache) and layer.window is None
         ]
+        # Models with recurrent layers read fewer keys, so sharing them would save less.
+        can_share = isinstance(attention, TritonAttention) and eager.state_cache is None
+        can_share = can_share and bool(full_groups)
+        self.shared_sizes = [size for size in self.sizes if can_share and size >= MIN_ROWS]
         sizes = num_slots, max_blocks, input_batch.block_size
-        self.prefixes = SharedPrefixes(device, *sizes, next(iter(full_groups), None))
+        self.prefixes = SharedPrefixes(device, *sizes, layer_group=min(full_groups, default=0))
 
     # Ways to run a step; the first two return None if they do not support the plan.
 
@@ -117,31 +108,28 @@ class DecodeGraphs:
         size = next((size for size in self.persistent_tokens if size >= len(plan.slots)), None)
         if size is None or plan.starts.sum() >= self.persistent_tokens[size]:
             return None
-        key = size, self.max_context
-        replay = self.graph(key).run_persistent
-        return None if replay is None else self._replay(replay, plan, key)
+        return self._replay(plan, "persistent", (size, self.max_context))
 
     def run_shared(self, plan: StepPlan) -> StepLogits | None:
         """Run rows with shared prefixes, whose keys are read once per group (cascade attention)."""
-        if len(plan.slots) < MIN_ROWS or not self.can_share or has_drafts(plan):
+        if len(plan.slots) < MIN_ROWS or not self.shared_sizes or has_drafts(plan):
             return None
-        size = self.size_of(len(plan.slots))
-        is_captured = size in self.shared_graphs or not self.device.config.optimizes_latency
+        bucket = self.sizes[bisect_left(self.sizes, len(plan.slots))], self.max_context
+        is_captured = ("shared", bucket) in self.graphs or not self.device.config.optimizes_latency
         if not is_captured or not self.prefixes.find(plan.slots):
             return None
-        self.send_slots(plan.slots)  # before `shared_graph`, whose capture may run the step
-        graph = self.shared_graph(size)
-        graph.run_layers()
-        return self._step_logits(graph.logits[: len(plan.slots)], None)
+        return self._replay(plan, "shared", bucket)
 
     def run_layers(self, plan: StepPlan) -> StepLogits:
-        key = self.key(plan)
-        return self._replay(self.graph(key).run_layers, plan, key)
+        return self._replay(plan, "layers", self.bucket(plan))
 
-    def _replay(self, replay: Replay, plan: StepPlan, key: GraphKey) -> StepLogits:
+    def _replay(self, plan: StepPlan, way: Way, bucket: DecodeBucket) -> StepLogits:
+        graph = self.graph(way, bucket)
         self.send_slots(plan.slots)
-        replay()
-        return self._step_logits(self.graphs[key].logits[: len(plan.slots)], key)
+        graph.replay()
+        # Logits from graphs for shared prefixes have no sampler graphs.
+        logits = graph.output[: len(plan.slots)]
+        return self._step_logits(logits, None if way == "shared" else bucket)
 
     # Warm-up and capture.
 
@@ -154,51 +142,60 @@ class DecodeGraphs:
             for max_context in {self.max_context, self.bound_of(size, 1)}:
                 logits = self._run_layers(size, max_context)
             yield self._step_logits(logits, None)
-            if self.persistent is not None and size in self.persistent_tokens:
-                self._run_persistent(self.persistent, logits)
-            if size >= MIN_ROWS and self.can_share:
+            if size in self.persistent_tokens:
+                self._run_persistent(logits)
+            if size in self.shared_sizes:
                 self._run_layers(size, self.max_context, self.prefixes.rows(size))
 
-    def first_keys(self) -> list[GraphKey]:
-        """Return the key of the largest bucket, whose memory all share, and the most used keys."""
-        sizes = self.sizes[-1], *(size for size in FIRST_SIZES if size in self.sizes)
-        return [(size, self.max_context) for size in sizes]
+    def first_buckets(self) -> list[DecodeBucket]:
+        """Return the largest bucket, whose memory all share, and the most used ones."""
+        sizes = self.sizes[-1], *FIRST_SIZES
+        return [(size, self.max_context) for size in sizes if size in self.sizes]
 
-    def all_keys(self) -> list[GraphKey]:
-        bounds = [(size, (self.max_context, self.bound_of(size, 1))) for size in self.sizes[::-1]]
-        return list(dict.fromkeys((size, bound) for size, both in bounds for bound in both))
+    def all_buckets(self) -> list[DecodeBucket]:
+        """Return all buckets, the largest first."""
+        return [
+            (size, max_context)
+            for size in reversed(self.sizes)
+            for max_context in dict.fromkeys((self.max_context, self.bound_of(size, 1)))
+        ]
 
-    def capture_one_shared(self) -> bool:
-        """Capture one graph for shared prefixes; return False if none is left to capture."""
-        for size in self.sizes if self.can_share else ():
-            if size >= MIN_ROWS and size not in self.shared_graphs:
+    def capture(self, bucket: DecodeBucket) -> None:
+        """Capture the graphs of a bucket, except for the one for shared prefixes."""
+        self.graph("layers", bucket)
+        if bucket[0] in self.persistent_tokens:
+            self.graph("persistent", bucket)
+
+    def capture_shared(self) -> Iterator[bool]:
+        """Capture the missing graphs for shared prefixes; yield True after each."""
+        for size in self.shared_sizes:
+            if ("shared", (size, self.max_context)) not in self.graphs:
                 self.prefixes.clear()
-                with self.padded():
-                    self.shared_graph(size)
-                return True
-        return False
+                self.graph("shared", (size, self.max_context))
+                yield True
 
-    def graph(self, key: GraphKey) -> DecodeGraph:
+    def graph(self, way: Way, bucket: DecodeBucket) -> Graph:
+        """Return a graph; capture it on first use.
+
+        A capture may run the step. So all rows are padding meanwhile: the last step's rows could
+        write to freed blocks, and a second run would update recurrent states twice.
+        """
+        key = way, bucket
         if key not in self.graphs:
-            # A capture may run the step. With the last step's rows, it could write to freed blocks.
+            run = self._to_capture(way, bucket)
             with self.padded():
-                self.graphs[key] = self._capture(*key)
+                self.graphs[key] = self.device.graph_pool.capture(run)
         return self.graphs[key]
 
-    def shared_graph(self, size: int) -> DecodeGraph:
-        """Return the shared-prefix graph of a bucket; capture it on first use.
+    def _to_capture(self, way: Way, bucket: DecodeBucket) -> Callable[[], Tensor]:
+        if way == "persistent":
+            return partial(self._run_persistent, self.graph("layers", bucket).output)
+        shared = self.prefixes.rows(bucket[0]) if way == "shared" else None
+        return partial(self._run_layers, *bucket, shared)
 
-        Capturing in the middle of a step may run it twice. That is safe: without recurrent layers,
-        steps are idempotent.
-        """
-        if size not in self.shared_graphs:
-            shared = self.prefixes.rows(size)
-            self.shared_graphs[size] = self._capture(size, self.max_context, shared)
-        return self.shared_graphs[size]
-
-    def whole_step(self, key: GraphKey) -> StepLogits:
-        """Return the logits of all rows of a graph, including padding."""
-        return self._step_logits(self.graph(key).logits, key)
+    def whole_step(self, bucket: DecodeBucket) -> StepLogits:
+        """Return the logits of all rows of a bucket, including padding."""
+        return self._step_logits(self.graph("layers", bucket).output, bucket)
 
     @contextmanager
     def padded(self) -> Iterator[None]:
@@ -208,34 +205,19 @@ class DecodeGraphs:
         yield
         self.send_slots(slots)
 
-    def key(self, plan: StepPlan) -> GraphKey:
+    def bucket(self, plan: StepPlan) -> DecodeBucket:
         sizes = self.draft_sizes if has_drafts(plan) else self.sizes
         size = sizes[bisect_left(sizes, len(plan.slots))]
         return size, self.bound_of(size, int(plan.starts.max()) + 1)
-
-    def size_of(self, num_rows: int) -> int:
-        return self.sizes[bisect_left(self.sizes, num_rows)]
 
     def bound_of(self, size: int, longest: int) -> int:
         """Return the maximum context of the graph for `size` rows of up to `longest` tokens."""
         is_short = size in SHORT_SIZES and longest <= SHORT_CONTEXT
         return min(SHORT_CONTEXT, self.max_context) if is_short else self.max_context
 
-    def _capture(
-        self, size: int, max_context: int, shared: SharedRows | None = None
-    ) -> DecodeGraph:
-        run = partial(self._run_layers, size, max_context, shared)
-        run_layers, logits = self.device.capture(run)
-        run_persistent = None
-        if self.persistent is not None and size in self.persistent_tokens:
-            run = partial(self._run_persistent, self.persistent, logits)
-            run_persistent, _ = self.device.capture(run)
-        # Only one bucket's logits are in use at a time, so the next capture may reuse the memory.
-        return DecodeGraph(run_layers, run_persistent, self.device.weak_ref(logits))
-
-    def _step_logits(self, logits: Tensor, key: GraphKey | None) -> StepLogits:
+    def _step_logits(self, logits: Tensor, bucket: DecodeBucket | None) -> StepLogits:
         rows = slice(len(logits))
-        return StepLogits(logits, self._slots[rows], self._context_lens[rows], key)
+        return StepLogits(logits, self._slots[rows], self._context_lens[rows], bucket)
 
     def send_slots(self, slots: IntColumn) -> None:
         """Copy the slots of the step to the device if they changed."""
@@ -259,12 +241,13 @@ class DecodeGraphs:
         recurrent = None if eager.state_cache is None else RecurrentRows(slots.long())
         return eager.model(ForwardBatch(*inputs, None, plan, eager.caches, recurrent))
 
-    def _run_persistent(self, step: PersistentStep, logits: Tensor) -> Tensor:
+    def _run_persistent(self, logits: Tensor) -> Tensor:
         """Run the step as one kernel, which reads the InputBatch itself."""
+        assert self.persistent is not None
         input_batch, rows = self.input_batch, slice(len(logits))
         block_table = input_batch.block_tables[:, self.caches[0].group]  # all layers share a group
         state = input_batch.lengths, input_batch.tokens, block_table
         outputs = logits, self._context_lens[rows]
         verifies = self.device.config.num_speculative_tokens > 0 and len(logits) > 1
-        step.run(self._slots[rows], *state, self.caches, *outputs, verifies)
+        self.persistent.run(self._slots[rows], *state, self.caches, *outputs, verifies)
         return logits

@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,6 +18,7 @@ from nanovllm.attention.backend import AttentionBackend
 from nanovllm.attention.sdpa import SdpaAttention
 from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.devices.cuda.compile_ahead import compile_ahead, is_first_use, marker_path
+from nanovllm.devices.cuda.graph_pool import GraphPool
 from nanovllm.devices.cuda.kernels import masks
 from nanovllm.devices.cuda.kernels import token_logprobs as logprobs
 from nanovllm.devices.cuda.memory import GIB, MemoryAccount
@@ -82,8 +82,7 @@ class CudaDevice:
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
         self.device_name = torch.cuda.get_device_name(self.torch_device)
         self._stream = torch.cuda.default_stream(self.torch_device)
-        self._graph_pool = torch.cuda.graph_pool_handle()
-        self._capture_stream = torch.cuda.Stream(self.torch_device)
+        self.graph_pool = GraphPool(self.torch_device, has_kernels=config.optimizes_latency)
 
     def for_draft_model(self, config: EngineConfig) -> CudaDevice:
         return CudaDevice(config, self.group)
@@ -228,39 +227,6 @@ class CudaDevice:
         # Copy with numpy: torch's threads would spin for milliseconds after a large copy.
         pinned.numpy()[...] = source.numpy()
         return pinned
-
-    def capture(self, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        """Capture `run`, which must use fixed buffers; return the replay function and the output.
-
-        `run` is first called once without capture, unless all kernels were loaded at startup. All
-        graphs share one memory pool: once an output is freed, graphs captured later reuse its
-        memory. The pool lives as long as any of its graphs.
-        """
-        if not self.config.optimizes_latency:
-            run()
-        torch.cuda.synchronize(self.torch_device)
-        graph = torch.cuda.CUDAGraph()
-        # torch.cuda.graph is not used: it would empty the allocator's cache before every capture.
-        with torch.cuda.stream(self._capture_stream):
-            # thread_local: other threads may use the device during the capture.
-            graph.capture_begin(self._graph_pool, capture_error_mode="thread_local")
-            try:
-                output = run()
-            finally:
-                graph.capture_end()
-        return graph.replay, output
-
-    def weak_ref(self, tensor: Tensor) -> Tensor:
-        """Return a tensor that aliases the same memory, but does not keep it allocated."""
-        assert tensor.is_contiguous()
-        memory = {
-            "shape": tuple(tensor.shape),
-            "typestr": f"<i{tensor.itemsize}",  # integers, because the interface lacks bfloat16
-            "data": (tensor.data_ptr(), False),
-            "version": 2,
-        }
-        described = SimpleNamespace(__cuda_array_interface__=memory)
-        return torch.as_tensor(described, device=self.torch_device).view(tensor.dtype)
 
     def sampler(self, input_batch: InputBatch, vocab_size: int) -> TritonSampler:
         return TritonSampler(input_batch, vocab_size, self.group)

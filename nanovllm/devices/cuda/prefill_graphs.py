@@ -8,7 +8,6 @@ decode rows of the step.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from nanovllm.attention.backend import DecodeRows
 from nanovllm.config import ModelConfig
+from nanovllm.devices.cuda.graph_pool import Graph
 from nanovllm.devices.cuda.kernels.pdl import MAX_ROWS as OVERLAP_ROWS
 from nanovllm.devices.cuda.kernels.step_inputs import gather_tokens, write_words
 from nanovllm.devices.cuda.triton_attention import TritonAttention
@@ -138,7 +138,7 @@ class PrefillGraphs:
         # Row 0: positions; the others: slot_mapping of each group.
         num_groups = eager.input_batch.block_tables.shape[1]
         self._token_columns = torch.zeros(1 + num_groups, most, dtype=torch.int64, device=where)
-        self._graphs: dict[Bucket, tuple[Callable[[], None], Tensor]] = {}
+        self._graphs: dict[Bucket, Graph] = {}
 
     def warm_up(self) -> None:
         """Launch every kernel of steps with prefill rows, even of steps too large for any graph."""
@@ -150,8 +150,8 @@ class PrefillGraphs:
                 if num_rows <= min(most.num_rows, num_tokens):
                     self._run_model(Bucket(num_tokens, num_rows, 1, num_rows, num_tokens))
 
-    def graph(self, size: Bucket) -> tuple[Callable[[], None], Tensor]:
-        """Return the replay function of a bucket and its logits; capture the graph on first use.
+    def graph(self, size: Bucket) -> Graph:
+        """Return the graph of a bucket; capture it on first use.
 
         A capture may run the step. So all its rows are padding: a second run would update recurrent
         states twice.
@@ -160,8 +160,7 @@ class PrefillGraphs:
             none = np.zeros(0, np.int32)
             no_rows = StepPlan(none, none, none, none, [], [], [], num_decode_tokens=0)
             self._send(size, no_rows, none)
-            replay, logits = self.device.capture(partial(self._run_model, size))
-            self._graphs[size] = replay, self.device.weak_ref(logits)
+            self._graphs[size] = self.device.graph_pool.capture(partial(self._run_model, size))
         return self._graphs[size]
 
     def __call__(self, plan: StepPlan) -> StepLogits | None:

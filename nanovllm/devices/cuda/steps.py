@@ -18,14 +18,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from functools import partial
-from itertools import cycle
+from itertools import cycle, product
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from nanovllm.config import ModelConfig
-from nanovllm.devices.cuda.decode_graphs import DecodeGraphs, GraphKey, Replay
+from nanovllm.devices.cuda.decode_graphs import DecodeBucket, DecodeGraphs
+from nanovllm.devices.cuda.graph_pool import Graph
 from nanovllm.devices.cuda.kernels.masks import apply_token_bitmask
 from nanovllm.devices.cuda.kernels.token_logprobs import token_logprobs
 from nanovllm.devices.cuda.prefill_graphs import PrefillGraphs
@@ -48,8 +49,8 @@ CAPTURED_SAMPLING = (
     Sampling.RANDOM | Sampling.MIN_P | Sampling.TOP_K_TOP_P,
 )
 
-# (key of the graph that computes the logits, sampling features, whether a bitmask is applied)
-SamplerKey = tuple[GraphKey, Sampling, bool]
+# (bucket whose graphs compute the logits, sampling features, whether a bitmask is applied)
+SamplerKey = tuple[DecodeBucket, Sampling, bool]
 
 
 class CudaSteps:
@@ -72,7 +73,7 @@ class CudaSteps:
         num_slots = eager.input_batch.num_slots
         self._tokens = torch.zeros(num_slots, dtype=torch.int32, device=device.torch_device)
         self._masks: Tensor | None = None  # bitmasks in pinned host memory, read by the graphs
-        self._samplers: dict[SamplerKey, Iterator[tuple[Replay, Tensor]]] = {}
+        self._samplers: dict[SamplerKey, Iterator[tuple[Graph, Tensor]]] = {}
 
     def __call__(self, plan: StepPlan) -> StepLogits:
         if is_decode(plan):
@@ -85,28 +86,31 @@ class CudaSteps:
         return logits
 
     def sample(self, logits: StepLogits, plan: StepPlan) -> Sampled:
-        key = self._sampler_key(logits, plan, None)
-        return self.sampler(logits, plan) if key is None else self._replay(key, len(plan.slots))
+        return self._replay_sampler(logits, plan, is_masked=False) or self.sampler(logits, plan)
 
     def replay_masked(self, logits: StepLogits, plan: StepPlan, masks: IntColumn) -> Sampled | None:
         """Apply bitmasks and sample with one graph; return None if there is no such graph."""
-        key = self._sampler_key(logits, plan, masks)
-        return None if key is None else self._replay(key, len(plan.slots))
+        if logits.graph is None or len(masks) < len(plan.slots) or not self._can_read(masks):
+            return None
+        return self._replay_sampler(logits, plan, is_masked=True)
 
-    def _sampler_key(
-        self, logits: StepLogits, plan: StepPlan, masks: IntColumn | None
-    ) -> SamplerKey | None:
-        """Return the key of the graph that samples a step; None if sampling must run eagerly."""
+    def _replay_sampler(
+        self, logits: StepLogits, plan: StepPlan, *, is_masked: bool
+    ) -> Sampled | None:
         asked = self.eager.input_batch.sampling(plan)
         sampling = next((each for each in CAPTURED_SAMPLING if asked in each), None)
         if logits.graph is None or sampling is None:
             return None
-        if masks is None:
-            return logits.graph, sampling, False
-        if len(masks) < len(plan.slots) or not self._can_read(masks):
-            return None
-        key = logits.graph, sampling, True
-        return key if key in self._samplers or not self.captures_ahead else None
+        key = logits.graph, sampling, is_masked
+        if key not in self._samplers:
+            if is_masked and self.captures_ahead:
+                return None
+            self._capture_sampler(key)
+        graph, host = next(self._samplers[key])
+        graph.replay()
+        num_rows = len(plan.slots)
+        is_alone = self.sampler.group.is_alone  # tensor-parallel ranks do not fill `host`
+        return Sampled(self._tokens[:num_rows], host[:num_rows] if is_alone else None)
 
     def _can_read(self, masks: IntColumn) -> bool:
         """Return whether graphs can read these bitmasks: whether they are in pinned memory.
@@ -119,14 +123,6 @@ class CudaSteps:
             self._masks = self.device.readable(masks)
             self._samplers = {key: each for key, each in self._samplers.items() if not key[2]}
         return True
-
-    def _replay(self, key: SamplerKey, num_rows: int) -> Sampled:
-        if key not in self._samplers:
-            self._capture_sampler(key)
-        replay, host = next(self._samplers[key])
-        replay()
-        is_alone = self.sampler.group.is_alone  # tensor-parallel ranks do not fill `host`
-        return Sampled(self._tokens[:num_rows], host[:num_rows] if is_alone else None)
 
     def note(self, plan: StepPlan) -> None:
         """Record the KV-cache blocks of new sequences, to find shared prefixes in later steps."""
@@ -176,61 +172,58 @@ class CudaSteps:
         """
         logger.info("Capturing CUDA graphs at startup, so that no request waits for a capture")
         self.warm_up()
-        for key in self.decode.all_keys():
-            for sampling in CAPTURED_SAMPLING:
-                self._capture_sampler((key, sampling, False))
+        for bucket in self.decode.all_buckets():
+            self.capture(bucket)
         if self.prefill is not None:
-            for bucket in reversed(self.prefill.sizes):
-                self.prefill.graph(bucket)
+            for size in reversed(self.prefill.sizes):
+                self.prefill.graph(size)
         while not self.device.group.is_alone and self.capture_one():
             pass
 
     def capture_first(self) -> None:
         """Capture the most used graphs; the others are captured when a step first needs them."""
-        for key in self.decode.first_keys():
-            self.decode.graph(key)
+        for bucket in self.decode.first_buckets():
+            self.decode.capture(bucket)
         if self.prefill is not None:
             self.prefill.graph(self.prefill.sizes[-1])
 
+    def capture(self, bucket: DecodeBucket) -> None:
+        """Capture the graphs of ordinary decode steps of a bucket."""
+        self.decode.capture(bucket)
+        for sampling in CAPTURED_SAMPLING:
+            self._capture_sampler((bucket, sampling, False))
+
     def capture_one(self) -> bool:
         """Capture one graph for shared prefixes or bitmasks; return False if there is none left."""
-        if not self.captures_ahead:
-            return False
-        if self.decode.capture_one_shared():
-            return True
-        keys = [(key, each, True) for key in self.decode.graphs for each in CAPTURED_SAMPLING]
-        missing = [key for key in keys if key not in self._samplers]
-        if self._masks is None or not missing:
-            return False
-        self._capture_sampler(missing[0])
-        return True
+        return self.captures_ahead and next(self._capture_rare(), False)
+
+    def _capture_rare(self) -> Iterator[bool]:
+        """Capture the missing graphs for shared prefixes and bitmasks; yield True after each."""
+        yield from self.decode.capture_shared()
+        buckets = [] if self._masks is None else self.decode.all_buckets()
+        for key in product(buckets, CAPTURED_SAMPLING, [True]):
+            if key not in self._samplers:
+                self._capture_sampler(key)
+                yield True
 
     def _capture_sampler(self, key: SamplerKey) -> None:
         """Capture both graphs of a sampler.
 
         They must not allocate from the graph pool, whose memory holds the logits.
         """
-        graph, sampling, is_masked = key
-        step = self.decode.whole_step(graph)
+        bucket, sampling, is_masked = key
+        step, masks = self.decode.whole_step(bucket), self._masks if is_masked else None
         tokens = self._tokens[: len(step.values)]
         hosts = [self.device.pinned(tokens) for _ in range(2)]
-        masks = self._masks if is_masked else None
-        samples = [partial(self._sample, step, masks, sampling, tokens, host) for host in hosts]
-        with self.decode.padded():  # a capture may run the sampler, which appends tokens to slots
-            replays = [self.device.capture(sample)[0] for sample in samples]
-        self._samplers[key] = cycle(zip(replays, hosts, strict=True))
 
-    def _sample(
-        self,
-        step: StepLogits,
-        masks: Tensor | None,
-        sampling: Sampling,
-        tokens: Tensor,
-        host: Tensor,
-    ) -> Tensor:
-        if masks is not None:
-            apply_token_bitmask(step.values, None, masks, step.slots, self.decode.padding)
-        return self.sampler.sample(step, sampling, tokens, host)
+        def sample(host: Tensor) -> Tensor:
+            if masks is not None:
+                apply_token_bitmask(step.values, None, masks, step.slots, self.decode.padding)
+            return self.sampler.sample(step, sampling, tokens, host)
+
+        with self.decode.padded():  # a capture may run the sampler, which appends tokens to slots
+            graphs = [self.device.graph_pool.capture(partial(sample, host)) for host in hosts]
+        self._samplers[key] = cycle(zip(graphs, hosts, strict=True))
 
 
 @contextmanager

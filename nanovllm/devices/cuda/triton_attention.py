@@ -12,11 +12,11 @@ from nanovllm.attention.backend import AttentionSpec, BatchRows, DecodeRows, Sha
 from nanovllm.devices.cuda.kernels.attention_configs import (
     MAX_SMALL_TILE_ROWS,
     TMA_CONFIG,
+    choose_large_tile,
     choose_prefill_splits,
     choose_splits,
     decode_config,
     prefill_config,
-    suits_large_tiles,
     suits_tma,
     with_more_stages,
 )
@@ -126,8 +126,10 @@ class TritonAttention:
         max_keys = min(max_context, spec.window or max_context)
         num_rows, num_kv_heads, head_dim = len(rows.slots), *cache.k.shape[2:]
         num_splits = choose_splits(num_rows, num_kv_heads, max_keys, self.num_processors)
-        is_large = self.is_hopper and suits_large_tiles(num_rows, num_kv_heads, num_splits)
-        config = decode_config(head_dim, q.dtype, is_large, cache.is_fp8)
+        large_tile = None
+        if self.is_hopper:
+            large_tile = choose_large_tile(num_rows * num_kv_heads, num_splits, max_keys)
+        config = decode_config(head_dim, q.dtype, large_tile, cache.is_fp8)
         prefix = None
         if shared is not None and spec.window is None and spec.sinks is None:
             num_q_rows = min(num_rows * q.shape[1] // num_kv_heads, MAX_SMALL_TILE_ROWS)

@@ -38,14 +38,15 @@ from nanovllm.devices.cuda.persistent.packed_weights import (
     step_layers,
     step_tensors,
 )
+from nanovllm.devices.cuda.steps import CudaSteps
 from nanovllm.devices.cuda.triton_attention import TritonAttention
 from nanovllm.engine.step import Pending
 from nanovllm.features.grammar.guidance import GuidanceGrammar
 from nanovllm.models.decoder import DecoderModel
 from nanovllm.ops.interface import LayerCache, Ops, Sampling
-from nanovllm.worker.forward import EagerForward
+from nanovllm.worker.forward import EagerForward, Sampled
 from tests.checkpoints import DELTA_NET, SIZES, make_checkpoint
-from tests.devices import RunAgain, runner_of
+from tests.devices import FunctionPool, RunAgain, runner_of
 from tests.devices.cuda.persistent.reference import reference_step
 from tests.forced_tokens import Ids, forced_logits
 from tests.models.transformers_families import make_config
@@ -133,7 +134,7 @@ def check_tokens(root: Path) -> None:
             params = [SamplingParams(max_tokens=n, ignore_eos=True, **way) for n in lens]
             outputs = llm.generate(prompts[:num_prompts], params[:num_prompts], use_tqdm=False)
             assert [output.token_ids for output in outputs] == want[:num_prompts], way
-        assert {(2, 18), (2, 64)} <= set(graphed.graphs)
+        assert {("layers", (2, 18)), ("layers", (2, 64))} <= set(graphed.graphs)
 
 
 def check_shared_prefixes(root: Path) -> None:
@@ -149,12 +150,11 @@ def check_shared_prefixes(root: Path) -> None:
         LLM(checkpoint.path, max_num_seqs=3, max_num_batched_tokens=48, **OPTIONS) as llm,
     ):
         graphed = runner_of(llm).forward.decode
-        counter = mock.Mock(side_effect=graphed.shared_graph)
-        graphed.shared_graph = counter
+        graphed.graph = mock.Mock(side_effect=graphed.graph)
         params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
         outputs = llm.generate(prompts, params, use_tqdm=False)
     assert [o.token_ids for o in outputs] == [checkpoint.generate(p, 4) for p in prompts]
-    assert counter.call_count == 3
+    assert [call.args[0] for call in graphed.graph.mock_calls].count("shared") == 3
 
 
 def check_transformers_model(root: Path) -> None:
@@ -253,8 +253,7 @@ def check_masks(root: Path) -> None:
         engine, graphed = llm.engine, runner_of(llm).forward
         grammars: Any = OneToken(160)
         engine.input_processor.grammars = grammars
-        replay = mock.Mock(side_effect=graphed._replay)
-        graphed._replay = replay
+        num_masked = record_masked(graphed)
         tokens, lens = [7, 31, 96], [4, 2, 3]
         params = [
             SamplingParams(temperature=0, max_tokens=n, structured_outputs={"regex": str(token)})
@@ -263,11 +262,21 @@ def check_masks(root: Path) -> None:
         outputs = llm.generate([[1, 2], [3], [4, 5, 6]], params, use_tqdm=False)
     assert [o.token_ids for o in outputs] == [[t] * n for t, n in zip(tokens, lens, strict=True)]
     # The first of four steps is a prefill, which has no sampler graph.
-    assert [(key[2], count) for (key, count), _ in replay.call_args_list] == [
-        (True, 3),
-        (True, 2),
-        (True, 1),
-    ]
+    assert num_masked == [0, 3, 2, 1]
+
+
+def record_masked(graphed: CudaSteps) -> list[int]:
+    """Return a list to which each step appends how many rows a graph with bitmasks samples."""
+    num_masked: list[int] = []
+    replay = graphed.replay_masked
+
+    def recorded(*args: Any) -> Sampled | None:
+        sampled = replay(*args)
+        num_masked.append(0 if sampled is None else len(sampled.tokens))
+        return sampled
+
+    graphed.replay_masked = recorded  # type: ignore[method-assign]
+    return num_masked
 
 
 def check_captures_ahead(root: Path) -> None:
@@ -286,7 +295,7 @@ def check_captures_ahead(root: Path) -> None:
         mock.patch.object(shared_prefixes, "MIN_SAVED", 16),
         mock.patch.object(steps, "CAPTURED_SAMPLING", (Sampling.GREEDY,)),
         mock.patch.object(
-            RunAgain, "capture", autospec=True, side_effect=RunAgain.capture
+            FunctionPool, "capture", autospec=True, side_effect=FunctionPool.capture
         ) as capture,
         LLM(checkpoint.path, target_inter_token_ms=25.0, **options) as llm,
     ):
@@ -295,21 +304,21 @@ def check_captures_ahead(root: Path) -> None:
         grammars: Any = OneToken(160)
         engine.input_processor.grammars = grammars
         engine.core.executor.mask_memory = lambda num_rows, _: masks[:num_rows]
-        replay = mock.Mock(side_effect=graphed._replay)
-        shared = mock.Mock(side_effect=graphed.decode.shared_graph)
-        graphed._replay, graphed.decode.shared_graph = replay, shared
+        graph, num_masked = mock.Mock(side_effect=graphed.decode.graph), record_masked(graphed)
+        graphed.decode.graph = graph
         for num_rare in (0, 1 + 3):  # one for shared prefixes, one with bitmasks per batch size
             capture.reset_mock()
-            replay.reset_mock()
-            shared.reset_mock()
+            num_masked.clear()
+            graph.reset_mock()
             outputs = llm.generate(prompts, plain, use_tqdm=False)
             want = [checkpoint.generate(prompt, 3) for prompt in prompts]
             assert [output.token_ids for output in outputs] == want
             outputs = llm.generate([[1, 2], [3], [4, 5, 6]], masked, use_tqdm=False)
             assert [output.token_ids for output in outputs] == [[7] * 3, [31] * 3, [96] * 3]
             assert capture.call_count == 0
-            assert (shared.call_count > 0) == (num_rare > 0)
-            assert any(call.args[0][2] for call in replay.mock_calls) == (num_rare > 0)
+            ways = {call.args[0] for call in graph.mock_calls}
+            assert ways == ({"layers", "shared"} if num_rare > 0 else {"layers"})
+            assert any(num_masked) == (num_rare > 0)
             captured = [engine.core.executor.capture_one() for _ in range(6)]
             if num_rare == 0:
                 assert captured == [True] * 4 + [False] * 2

@@ -25,8 +25,10 @@ from triton.runtime.driver import driver
 from nanovllm import LLM, SamplingParams
 from nanovllm.devices.cpu.device import CpuDevice
 from nanovllm.devices.cuda import device
+from nanovllm.devices.cuda.graph_pool import Graph
 from tests.checkpoint.tiny_quantized import float_kind, write_twins
 from tests.checkpoints import make_checkpoint, shared_checkpoint
+from tests.devices import FunctionPool
 from tests.devices.cuda.interpreted_engine import InterpretedDevice, interpreted
 from tests.quantized_twins import EVEN
 
@@ -75,7 +77,7 @@ def check(path: Path, **options: Any) -> None:
         ),
         mock.patch.object(device, "build", return_value=None),
         # A replay launches nothing that its capture has not launched.
-        mock.patch.object(InterpretedDevice, "capture", lambda _, run: (lambda: None, run())),
+        mock.patch.object(FunctionPool, "capture", lambda _, run: Graph(lambda: None, run())),
         # GEMMs of torch launch none of our kernels, and take minutes on CPUs that emulate bfloat16.
         mock.patch.object(functional, "linear", lambda x, weight, bias=None: zeros(x, weight)),
         mock.patch.object(torch.Tensor, "addmm_", lambda total, *_, **__: total),

@@ -85,7 +85,7 @@ def test_a_graph_reads_its_rows_anew(name: str) -> None:
         plan = attention.decode_plan(rows)
         return attention.attend(case.queries(), case.cache, plan, case.spec)
 
-    replay, output = device.capture(run)
+    replay, output = device.graph_pool.capture(run)
     slots.copy_(torch.tensor([0, 1, 2]))
     context_lens.copy_(torch.tensor([301, 3, 701]))
     replay()

@@ -21,7 +21,7 @@ pytest.importorskip("triton")
 from triton import knobs
 
 from nanovllm import LLM, SamplingParams, assembly
-from nanovllm.devices.cuda.steps import CAPTURED_SAMPLING, CudaSteps
+from nanovllm.devices.cuda.steps import CudaSteps
 from nanovllm.engine.step import StepPlan
 from nanovllm.errors import ConfigError
 from nanovllm.ops.interface import Sampling
@@ -91,9 +91,8 @@ def capture_every_size(llm: LLM) -> None:
     runner = runner_of(llm)
     with torch.inference_mode(), runner.eager.input_batch.device.in_order():
         steps = runner.forward
-        for key in steps.decode.all_keys():
-            for sampling in CAPTURED_SAMPLING:
-                steps._capture_sampler((key, sampling, False))
+        for bucket in steps.decode.all_buckets():
+            steps.capture(bucket)
         for size in steps.prefill.sizes:
             steps.prefill.graph(size)
 
@@ -205,14 +204,16 @@ def test_requests_wait_for_no_graph_and_no_kernel(
     with LLM(path, **options, target_inter_token_ms=25.0) as llm:
         monkeypatch.setattr(knobs.compilation, "listener", lambda *, src, **_: loaded.append(src))
         graphed, executor = runner_of(llm).forward, llm.engine.core.executor
-        capture = mock.Mock(side_effect=graphed.device.capture)
-        monkeypatch.setattr(graphed.device, "capture", capture)
+        pool = graphed.device.graph_pool
+        capture = mock.Mock(side_effect=pool.capture)
+        monkeypatch.setattr(pool, "capture", capture)
         assert answers(llm) == want
         assert capture.call_count == 0
         num_captured = 0
         while executor.capture_one():
             num_captured += 1
-        assert num_captured == capture.call_count == len(graphed.decode.shared_graphs) == 3
+        num_shared = [way for way, _ in graphed.decode.graphs].count("shared")
+        assert num_captured == capture.call_count == num_shared == 3
         assert answers(llm)[2] == want[2]
         assert capture.call_count == num_captured
     assert [src.name for src in loaded] == []
@@ -267,7 +268,8 @@ def test_graphs_take_no_more_than_is_reserved_for_them(many_logits: dict[str, An
 
 
 def logits_bytes(llm: LLM) -> int:
-    return sum(graphs.logits.nbytes for graphs in runner_of(llm).forward.decode.graphs.values())
+    graphs = runner_of(llm).forward.decode.graphs
+    return sum(graph.output.nbytes for (way, _), graph in graphs.items() if way == "layers")
 
 
 def test_logits_of_every_size_are_tensors_of_the_graph(many_logits: dict[str, Any]) -> None:

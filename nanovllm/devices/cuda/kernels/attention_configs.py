@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import triton
@@ -15,7 +16,8 @@ MIN_Q_ROWS = 16  # minimum M of tl.dot
 MAX_SPLITS = 32
 DECODE_CTAS_PER_SM = 5
 MIN_DECODE_SPLIT = 64  # smallest number of keys that is worth a CTA
-LARGE_TILE_PAIRS = range(192, 385)  # numbers of (row, KV head) pairs for which large tiles pay off
+LARGE_TILE_PAIRS = range(192, 385)  # (row, KV head) pairs for which split keys suit large tiles
+MIN_UNSPLIT_PAIRS = 512  # from so many pairs on, rows of any length fill the device unsplit
 SHORT_CONTEXT = 512  # up to this many keys, rows that fill the device are not split
 PREFILL_CTAS_PER_SM = 2
 MIN_PREFILL_SPLIT = 256  # smallest number of keys that is worth a CTA
@@ -23,6 +25,12 @@ MIN_PREFILL_SPLITS = 4  # fewer splits gain less than the merge costs
 # Up to this many query rows, small tiles are faster, because they give more CTAs.
 MAX_SMALL_TILE_ROWS = 2048
 MAX_SMALL_TILE_ROWS_FP8 = 1024  # the same limit for FP8 keys, which every CTA has to upcast
+
+
+class TileSizes(NamedTuple):
+    keys: int  # per iteration
+    num_warps: int
+    num_stages: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,17 +49,19 @@ TMA_CONFIG = AttentionConfig(128, 64, num_warps=8, num_stages=2, max_registers=1
 
 
 def decode_config(
-    head_dim: int, dtype: torch.dtype, has_large_tiles: bool = False, is_fp8: bool = False
+    head_dim: int, dtype: torch.dtype, large_tile: TileSizes | None = None, is_fp8: bool = False
 ) -> AttentionConfig:
-    """Return the config for decode rows; `has_large_tiles` is the result of `suits_large_tiles`."""
+    """Return the config for decode rows; `large_tile` is a result of `choose_large_tile`."""
     is_wide = head_dim > 128
-    if dtype != torch.float32 and not is_wide and (is_fp8 or has_large_tiles):
-        tile, num_warps, num_stages = 64, 4, 3
-    elif dtype == torch.float32:  # without tensor cores, small tiles save registers
-        tile, num_warps, num_stages = 16, 4, 3
+    if dtype == torch.float32:  # without tensor cores, small tiles save registers
+        sizes = TileSizes(16, num_warps=4, num_stages=3)
+    elif is_wide:
+        sizes = TileSizes(32, num_warps=4, num_stages=4)
+    elif is_fp8:
+        sizes = TileSizes(64, num_warps=4, num_stages=3)
     else:
-        tile, num_warps, num_stages = 32, 4 if is_wide else 2, 4
-    return AttentionConfig(MIN_Q_ROWS, tile, num_warps, num_stages, min_split=MIN_DECODE_SPLIT)
+        sizes = large_tile or TileSizes(32, num_warps=2, num_stages=4)
+    return AttentionConfig(MIN_Q_ROWS, *sizes, min_split=MIN_DECODE_SPLIT)
 
 
 def prefill_config(
@@ -99,23 +109,26 @@ def suits_tma(q: Tensor, cache: PagedCache, max_query_len: int, spec: AttentionS
 def choose_splits(num_rows: int, num_kv_heads: int, max_context: int, num_sms: int) -> int:
     """Return the number of key splits per row that fills the device with CTAs, a power of two.
 
-    Even if unsplit rows nearly fill the device, two splits balance the load better than one.
+    Below MIN_UNSPLIT_PAIRS, two splits balance the load of long contexts better than one.
     """
     num_pairs = max(1, num_rows * num_kv_heads)
-    if num_pairs >= num_sms and max_context <= SHORT_CONTEXT:
+    is_full = num_pairs >= num_sms and max_context <= SHORT_CONTEXT
+    if is_full or num_pairs >= MIN_UNSPLIT_PAIRS:
         return 1
-    wanted = DECODE_CTAS_PER_SM * num_sms // num_pairs
-    if num_pairs < DECODE_CTAS_PER_SM * num_sms:
-        wanted = max(wanted, 2)
+    wanted = max(DECODE_CTAS_PER_SM * num_sms // num_pairs, 2)
     return _power_of_two(min(wanted, triton.cdiv(max_context, MIN_DECODE_SPLIT)))
 
 
-def suits_large_tiles(num_rows: int, num_kv_heads: int, num_splits: int) -> bool:
-    """Whether large tiles are faster than small ones on Hopper.
+def choose_large_tile(num_pairs: int, num_splits: int, max_context: int) -> TileSizes | None:
+    """Return the large tile that is faster on Hopper than the usual one, if any.
 
-    They are if the keys are split in two, and LARGE_TILE_PAIRS contains the number of pairs.
+    `num_pairs` is the number of (row, KV head) pairs.
     """
-    return num_splits == 2 and num_rows * num_kv_heads in LARGE_TILE_PAIRS
+    if num_splits == 2 and num_pairs in LARGE_TILE_PAIRS:
+        return TileSizes(64, num_warps=4, num_stages=3)
+    if num_splits == 1 and num_pairs >= MIN_UNSPLIT_PAIRS and max_context > SHORT_CONTEXT:
+        return TileSizes(64, num_warps=2, num_stages=4 if num_pairs < 1024 else 3)
+    return None
 
 
 def choose_prefill_splits(

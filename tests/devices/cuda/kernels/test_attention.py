@@ -13,16 +13,18 @@ import torch
 pytest.importorskip("triton")
 
 from nanovllm.devices.cuda.kernels.attention_configs import (
+    TileSizes,
+    choose_large_tile,
     choose_prefill_splits,
     choose_splits,
     decode_config,
     prefill_config,
-    suits_large_tiles,
     with_more_stages,
 )
 from nanovllm.devices.cuda.kernels.paged_attention import QueryRows, paged_attention
 from tests.devices.cuda.kernels.interpreted import paged_attention_cases as cases
 
+LARGE_TILES = TileSizes(64, 4, 3), TileSizes(64, 2, 4), TileSizes(64, 2, 3)
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 HAS_GPU = torch.cuda.is_available()
 needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device")
@@ -43,7 +45,7 @@ def test_splits_fill_the_device_but_not_more(num_kv_heads: int, max_context: int
 
 
 def test_splits_of_a_usual_model() -> None:
-    assert [choose_splits(rows, 8, 4096, 132) for rows in (1, 4, 16, 64, 256)] == [32, 16, 4, 2, 1]
+    assert [choose_splits(rows, 8, 4096, 132) for rows in (1, 4, 16, 48, 64)] == [32, 16, 4, 2, 1]
     assert [choose_splits(rows, 8, 512, 132) for rows in (1, 4, 16, 24, 64)] == [8, 8, 4, 1, 1]
 
 
@@ -61,7 +63,8 @@ def test_splits_of_a_few_queries() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", cases.HEAD_DIMS)
 def test_configurations_are_powers_of_two(head_dim: int, dtype: torch.dtype) -> None:
-    decodes = [decode_config(head_dim, dtype, is_large) for is_large in (False, True)]
+    large_tiles = (None, *LARGE_TILES)
+    decodes = [decode_config(head_dim, dtype, large_tile) for large_tile in large_tiles]
     sizes = [size for decode in decodes for size in (decode.tile, decode.num_warps)]
     for num_q_rows in (1, 64, 65, 100_000):
         prefill = prefill_config(head_dim, dtype, num_q_rows)
@@ -115,23 +118,31 @@ def test_a_large_mixed_step(group: int, kind: str, block_size: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("group", [2, 4])
 def test_configurations_of_hopper(group: int) -> None:
-    """Large tiles for contexts with two splits, and four stages for prompts without splits."""
+    """Large tiles for contexts with and without splits, and four stages for unsplit prompts."""
     skip_without_tma("tma")
     rows = tuple((97 * i, 1) for i in range(40))
     case = cases.Case(rows, group, 8, 128, 64, torch.bfloat16, num_splits=2)
-    large = decode_config(128, torch.bfloat16, has_large_tiles=True)
-    cases.verify(replace(case, config=large), "decode", "cuda")
+    for num_splits, large_tile in zip((2, 1, 1), LARGE_TILES, strict=True):
+        large = decode_config(128, torch.bfloat16, large_tile)
+        cases.verify(replace(case, config=large, num_splits=num_splits), "decode", "cuda")
     config = with_more_stages(prefill_config(128, torch.bfloat16, 1024))
     assert config.num_stages == 4
     case = replace(case, rows=((0, 500), (100, 400), (0, 0), (700, 7)), num_splits=1)
     cases.verify(replace(case, config=config), "prefill", "cuda")
 
 
-def test_large_tiles_are_for_batches_between() -> None:
-    def are_large(num_rows: int) -> bool:
-        return suits_large_tiles(num_rows, 8, choose_splits(num_rows, 8, 4096, 132))
+def test_large_tiles_by_number_of_rows() -> None:
+    def large_tile(num_rows: int, max_context: int) -> TileSizes | None:
+        num_splits = choose_splits(num_rows, 8, max_context, 132)
+        return choose_large_tile(8 * num_rows, num_splits, max_context)
 
-    assert [n for n in (1, 8, 16, 23, 24, 40, 48, 49, 64, 256) if are_large(n)] == [24, 40, 48]
+    split, unsplit, most_rows = LARGE_TILES
+    numbers = (1, 8, 16, 23, 24, 40, 48, 49, 63, 64, 127, 128, 256)
+    tiles = {n: large_tile(n, 4096) for n in numbers}
+    expected = {24: split, 40: split, 48: split}
+    expected |= {64: unsplit, 127: unsplit, 128: most_rows, 256: most_rows}
+    assert {n: tile for n, tile in tiles.items() if tile} == expected
+    assert large_tile(64, 512) is None
 
 
 @needs_gpu

@@ -65,6 +65,20 @@ def test_the_step_is_on(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert "persistent kernel" not in caplog.text
 
 
+@pytest.mark.parametrize("options", [{}, {"target_inter_token_ms": 25.0}], ids=["first", "all"])
+def test_the_step_is_captured_at_startup(path: Path, options: dict[str, Any]) -> None:
+    """It overwrites the logits of the same batch size, from which the samplers' graphs sample."""
+    with LLM(path, **WHOLE, **options) as llm:
+        decode = runner_of(llm).forward.decode
+        buckets = [bucket for way, bucket in decode.graphs if way == "persistent"]
+        assert sorted(size for size, _ in buckets) == sorted(decode.persistent_tokens)
+        for bucket in buckets:
+            logits = decode.graphs["layers", bucket].output
+            assert decode.graphs["persistent", bucket].output.data_ptr() == logits.data_ptr()
+        generate(llm)
+        assert buckets == [bucket for way, bucket in decode.graphs if way == "persistent"]
+
+
 @pytest.mark.parametrize("limit", [1 << 20, 64], ids=["all", "short-contexts"])
 def test_equals_eager_steps(path: Path, limit: int) -> None:
     with LLM(path, **WHOLE) as llm:
