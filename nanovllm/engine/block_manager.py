@@ -194,18 +194,22 @@ class BlockManager:
         """
         if self._num_windows:
             self._free_passed(seq)
-        num_blocks, num_needed = self.num_blocks_for(num_tokens), 0
+        num_blocks = self.num_blocks_for(num_tokens)
+        num_left = self.num_free
         for table in seq.tables:
-            num_needed += max(num_blocks - len(table.block_ids), 0)
-        if num_needed > self.num_free:
+            if (num_new := num_blocks - len(table.block_ids)) > 0:
+                num_left -= num_new
+        if num_left < 0:
             return None
-        updates = []
+        updates: list[BlockUpdate] = []
         for group, table in enumerate(seq.tables):
-            for index in range(len(table.block_ids), num_blocks):
+            block_ids = table.block_ids
+            for index in range(len(block_ids), num_blocks):
                 block_id = self._take(group)
-                table.block_ids.append(block_id)
+                block_ids.append(block_id)
                 updates.append(BlockUpdate(seq.slot, index, block_id, group))
-        seq.capacity = max(seq.capacity, num_blocks * self.block_size)
+        if updates:
+            seq.capacity = num_blocks * self.block_size
         return updates
 
     def release(self, seq: Sequence) -> None:

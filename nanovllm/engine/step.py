@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -47,12 +47,11 @@ class NewRow:
         return self.pooling is None and not self.bad_words and self.params.is_plain
 
 
-@dataclass(frozen=True, slots=True)
-class BlockUpdate:
-    """A new entry in a slot's block table of a group."""
+class BlockUpdate(NamedTuple):
+    """A new entry in the block table of a slot and a group."""
 
     slot: int
-    index: int
+    entry: int  # index in the table
     block_id: int
     group: int
 

@@ -124,11 +124,8 @@ class InputBatch:
                 self._offsets["block_tables"],
                 self.block_tables.stride(),
             )
-            entries = [
-                first + u.slot * by_slot + u.group * by_group + u.index for u in plan.block_updates
-            ]
-            block_ids = [u.block_id for u in plan.block_updates]
-            changes.append((np.array(entries), np.array(block_ids, np.int32)))
+            slots, entries, block_ids, groups = np.array(plan.block_updates, np.int32).T
+            changes.append((first + slots * by_slot + groups * by_group + entries, block_ids))
         for update in plan.draft_updates:
             first = self._offsets["tokens"] + update.slot * self.tokens.shape[1]
             changes.append(draft_changes(update, first, self._offsets["lengths"] + update.slot))

@@ -59,10 +59,8 @@ class DecodeGraphs:
         assert isinstance(attention, GraphedAttention)
         self.eager, self.attention, self.device = eager, attention, device
         self.input_batch = input_batch = eager.input_batch
-        num_slots, (_, num_groups, max_blocks) = (
-            input_batch.num_slots,
-            input_batch.block_tables.shape,
-        )
+        num_slots = input_batch.num_slots
+        num_groups, max_blocks = input_batch.block_tables.shape[1:]
         self.max_context = max_blocks * input_batch.block_size
         self.sizes = graph_sizes(num_slots)
         # With draft tokens, the number of rows varies from step to step. Padding to fewer sizes
@@ -90,17 +88,18 @@ class DecodeGraphs:
             size: persistent.max_tokens(size) for size in rows if persistent and size in self.sizes
         }
         self.graphs: dict[tuple[Way, DecodeBucket], Graph] = {}
-        # Models with recurrent layers read fewer keys, so sharing them would save less.
-        can_share = isinstance(attention, TritonAttention) and eager.state_cache is None
-        self.shared_sizes = [size for size in self.sizes if can_share and size >= MIN_ROWS]
         layers = zip(eager.caches, eager.model.config.layers, strict=True)
         full_groups = [
             cache.group
             for cache, layer in layers
-            if layer.window is None and isinstance(cache, LayerCache)
+            if isinstance(cache, LayerCache) and layer.window is None
         ]
+        # Models with recurrent layers read fewer keys, so sharing them would save less.
+        can_share = isinstance(attention, TritonAttention) and eager.state_cache is None
+        can_share = can_share and bool(full_groups)
+        self.shared_sizes = [size for size in self.sizes if can_share and size >= MIN_ROWS]
         sizes = num_slots, max_blocks, input_batch.block_size
-        self.prefixes = SharedPrefixes(device, *sizes, next(iter(full_groups), None))
+        self.prefixes = SharedPrefixes(device, *sizes, layer_group=min(full_groups, default=0))
 
     # Ways to run a step; the first two return None if they do not support the plan.
 

@@ -33,7 +33,7 @@ class SharedPrefixes:
         num_slots: int,
         max_blocks: int,
         block_size: int,
-        layer_group: int | None,  # with full attention; None: there is no such layer
+        layer_group: int,  # a group of layers with full attention
     ) -> None:
         self.device = device
         self.block_size = block_size
@@ -48,9 +48,8 @@ class SharedPrefixes:
     def enter(self, new_rows: list[NewRow]) -> None:
         for row in new_rows:
             self._blocks[row.slot] = NO_BLOCK
-            if self._layer_group is not None:
-                block_ids = row.tables[self._layer_group]
-                self._blocks[row.slot, : len(block_ids)] = block_ids
+            block_ids = row.tables[self._layer_group]
+            self._blocks[row.slot, : len(block_ids)] = block_ids
         if new_rows:
             self._slots = None
 

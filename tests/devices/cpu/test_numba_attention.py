@@ -250,6 +250,18 @@ def test_blocks_of_no_row_are_never_read(make_backend: MakeBackend, mix: str) ->
     assert_equals_reference(case, make_backend)
 
 
+@pytest.mark.parametrize("start", [63, 64, 65, 90])
+@pytest.mark.parametrize("count", [1, 30])
+def test_blocks_before_a_window_are_never_read(
+    make_backend: MakeBackend, start: int, count: int
+) -> None:
+    """The window has freed them, so another sequence may write NaN to them."""
+    case = make_case([(start, count)], window=20)
+    for block_id in case.rows.block_tables[0, 0, : (start - 19) // 16].tolist():
+        case.cache.k[block_id] = case.cache.v[block_id] = math.nan
+    assert_equals_reference(case, make_backend)
+
+
 def healthy_row(length: int, block_ids: list[int]) -> BatchRows:
     return batch_rows(
         np.array([0], np.int32), np.array([length], np.int32), np.array([block_ids], np.int32)
