@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.devices.energy import energy_counter
+from nanovllm.devices.cuda.energy import energy_counter
 from nanovllm.errors import ConfigError
 from tests.bench.test_steps import CONFIG
 from tests.checkpoints import VOCAB_SIZE

@@ -27,7 +27,7 @@ RINGS = [
     *("serve", "async_llm", "batch", "cli", "ray"),
 ]
 OUTER = ("devices", "features", "parallel", "serve", "batch", "cli", "ray")
-OPEN = {f"nanovllm.devices.{name}" for name in ("choose", "energy", "ranks", "replica_share")}
+OPEN = {f"nanovllm.devices.{name}" for name in ("choose", "cuda.energy", "ranks", "replica_share")}
 LEVELS = {name: level for level, names in enumerate(RINGS) for name in names.split()}
 
 

@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         about = {"model": config.model, "device": info.device_name, "dtype": info.dtype}
         print(", ".join(about.values()), flush=True)
         if sizes.energy and info.device == "cuda":
-            from nanovllm.devices.energy import energy_counter
+            from nanovllm.devices.cuda.energy import energy_counter
 
             joules = energy_counter(config.tensor_parallel_size)
         lengths = sizes.input_len, sizes.output_len
