@@ -38,7 +38,7 @@ class LLM(ChatMethods, ScoringMethods, SteppingMethods):
     Thread-safe: requests of several threads run in one batch, and each caller gets its own
     outputs.
 
-    The base classes have the methods for conversations, for embeddings and scores, and for stepping.
+    The base classes have the methods for chat, for embeddings and scores, and for stepping.
 
     Keyword arguments are the fields of `nanovllm.config.EngineConfig`. vLLM options that have no
     effect here are accepted with a warning; unknown options raise TypeError.
