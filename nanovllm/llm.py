@@ -1,26 +1,37 @@
-"""LLM: offline generation."""
+"""LLM: offline generation and chat."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from nanovllm.assembly import create_input_processor, engine_config, resolve_model, start_core
 from nanovllm.config import EngineConfig
-from nanovllm.engine.added_requests import AddedRequests, SteppingMethods
-from nanovllm.engine.chat_methods import ChatMethods
+from nanovllm.engine.added_requests import AddedRequests
+from nanovllm.engine.conversations import ChatOptions, Messages, prompts_of, template_options
 from nanovllm.engine.engine_thread import EngineThread
 from nanovllm.engine.output_processor import RequestState
 from nanovllm.engine.progress_bar import with_progress_bar
 from nanovllm.engine.prompts import Params, Prompts, as_params, split_prompts, with_params
-from nanovllm.engine.scoring_methods import ScoringMethods
+from nanovllm.engine.reranking import rerank
+from nanovllm.engine.scoring import embedding_of, score
+from nanovllm.engine.step import Pooling
 from nanovllm.errors import RequestError, at_index
-from nanovllm.outputs import RequestOutput, StreamPiece
+from nanovllm.outputs import (
+    EmbeddingOutput,
+    RequestOutput,
+    RerankOutput,
+    Score,
+    StepOutput,
+    StreamPiece,
+)
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.validation import require
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -29,7 +40,7 @@ if TYPE_CHECKING:
     from nanovllm.engine.engine_options import EngineOptions
 
 
-class LLM(ChatMethods, ScoringMethods, SteppingMethods):
+class LLM:
     """A language model for offline generation.
 
     >>> with LLM("smollm2") as llm:
@@ -37,8 +48,6 @@ class LLM(ChatMethods, ScoringMethods, SteppingMethods):
 
     Thread-safe: requests of several threads run in one batch, and each caller gets its own
     outputs.
-
-    The base classes have the methods for chat, for embeddings and scores, and for stepping.
 
     Keyword arguments are the fields of `nanovllm.config.EngineConfig`. vLLM options that have no
     effect here are accepted with a warning; unknown options raise TypeError.
@@ -101,9 +110,129 @@ class LLM(ChatMethods, ScoringMethods, SteppingMethods):
                 assert piece.output is not None
                 yield piece.index, piece.output
 
+    def chat(
+        self,
+        messages: Messages,
+        sampling_params: Params = None,
+        use_tqdm: bool = True,
+        *,
+        cache_salt: str | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> list[RequestOutput]:
+        """Reply to one conversation or a list of them, formatted with the model's chat template.
+
+        Options are the fields of `nanovllm.engine.conversations.ChatOptions`.
+        """
+        prompts = self.apply_chat_template(messages, **template_options(options))
+        return self.generate(prompts, sampling_params, use_tqdm, cache_salt=cache_salt)
+
+    def stream_chat(
+        self,
+        messages: Messages,
+        sampling_params: Params = None,
+        *,
+        cache_salt: str | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> Generator[StreamPiece, None, None]:
+        """Like `chat`, but yield text as it is generated, as `stream` does."""
+        prompts = self.apply_chat_template(messages, **template_options(options))
+        return self.stream(prompts, sampling_params, cache_salt=cache_salt)
+
+    def embed(
+        self,
+        prompts: Prompts,
+        pooling: Literal["last", "mean"] | None = None,
+        normalize: bool = True,
+        use_tqdm: bool = True,
+        *,
+        cache_salt: str | None = None,
+    ) -> list[EmbeddingOutput]:
+        """Return an embedding for each prompt, computed in float32 from the model's hidden states.
+
+        After the final norm, `pooling` takes the hidden state of the last token ("last") or the
+        mean over all tokens ("mean"). The default is the checkpoint's own pooling. If it has none,
+        the default is "mean" for bidirectional models and "last" for others. `normalize` scales
+        the embedding to length one.
+        """
+        is_valid = pooling in (None, "last", "mean")
+        require(is_valid, "pooling", '"last" or "mean"', pooling)
+        chosen: Pooling = pooling or self.engine.input_processor.default_pooling or "last"
+        params = SamplingParams(max_tokens=1)
+        outputs = self._complete(prompts, params, cache_salt, use_tqdm, pooling=chosen)
+        return [embedding_of(output, normalize) for output in outputs]
+
+    def rerank(
+        self,
+        query: str,
+        documents: Iterable[str],
+        *,
+        instruction: str | None = None,
+        top_n: int | None = None,
+    ) -> list[RerankOutput]:
+        """Return the documents (at most `top_n`), the most relevant to the query first.
+
+        With Qwen3-Reranker's prompt, the model judges whether a document meets the query and the
+        `instruction`. The document's relevance is the probability of "yes" in a softmax over the
+        logits of "yes" and "no".
+        """
+        input_processor = self.engine.input_processor
+        return rerank(self._complete, input_processor, query, documents, instruction, top_n)
+
+    def score(
+        self, prompt: Prompts, continuations: Sequence[Any], *, cache_salt: str | None = None
+    ) -> list[Score]:
+        """Return the logprobs of each continuation (text or token ids) of a prompt.
+
+        Text is tokenized together with the prompt, since a token may span the boundary.
+        """
+        encode = self.engine.input_processor.token_ids_of
+        return score(self._complete, encode, prompt, continuations, cache_salt)
+
+    def apply_chat_template(self, messages: Messages, **options: Any) -> list[list[int]]:
+        """Return one prompt of token ids per conversation."""
+        return prompts_of(self.engine.input_processor, messages, **options)
+
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         """Return the model's tokenizer; raise RequestError if `skip_tokenizer_init` is set."""
         return self.engine.input_processor.get_tokenizer()
+
+    def add_request(
+        self,
+        prompt: Prompts,
+        sampling_params: SamplingParams | None = None,
+        *,
+        cache_salt: str | None = None,
+        request_id: str | None = None,
+    ) -> int:
+        """Queue one prompt for `step`; return its seq_id."""
+        params = SamplingParams() if sampling_params is None else sampling_params
+        state = self.engine.prepare(
+            prompt, params, cache_salt, is_streaming=True, request_id=request_id
+        )
+        self.engine.call(partial(self.added.submit, state))
+        return state.seq_id
+
+    def step(self) -> StepOutput:
+        """Run one engine step; return the new outputs of the requests from `add_request`.
+
+        `pieces` holds the new tokens and text, `finished` the outputs of requests that finished.
+        """
+        return self.engine.call(self.added.step)
+
+    def is_finished(self) -> bool:
+        """Return whether all requests have finished, and `step` has returned their outputs."""
+        return self.engine.call(self.added.is_finished)
+
+    def abort(self, seq_id: int | str) -> RequestOutput | None:
+        """Abort a request, given its seq_id or request_id.
+
+        Returns its partial output, or None if it is not running.
+        """
+        return self.engine.call(partial(self.added.abort, seq_id))
+
+    def abort_all(self) -> list[RequestOutput]:
+        """Abort all requests of all callers; return their partial outputs."""
+        return self.engine.call(self.added.abort_all)
 
     def close(self) -> None:
         """Free the model and its KV cache after the current step; later calls do nothing."""

@@ -1,21 +1,15 @@
-"""The requests from `LLM.add_request`, which run only in `LLM.step` and beside others.
-
-`SteppingMethods` is called in any thread, and `AddedRequests` in that of the engine.
-"""
+"""The requests from `LLM.add_request`, which run only in `LLM.step` and beside others."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 from time import sleep
 from typing import TYPE_CHECKING, ClassVar
 
 from nanovllm.engine.output_processor import RequestState
-from nanovllm.engine.prompts import Prompts
 from nanovllm.engine.request import EngineCoreOutputs
 from nanovllm.errors import EngineError
 from nanovllm.outputs import RequestOutput, StepOutput
-from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from nanovllm.engine.engine_thread import EngineThread, Pieces
@@ -102,48 +96,3 @@ class AddedRequests:
         self.engine.unread.take()
         self.engine.unread.error = None
         return [output for output in outputs if output is not None]
-
-
-class SteppingMethods:
-    """The methods of `LLM` with which the caller steps the engine."""
-
-    engine: EngineThread
-    added: AddedRequests
-
-    def add_request(
-        self,
-        prompt: Prompts,
-        sampling_params: SamplingParams | None = None,
-        *,
-        cache_salt: str | None = None,
-        request_id: str | None = None,
-    ) -> int:
-        """Queue one prompt for `step`; return its seq_id."""
-        params = SamplingParams() if sampling_params is None else sampling_params
-        state = self.engine.prepare(
-            prompt, params, cache_salt, is_streaming=True, request_id=request_id
-        )
-        self.engine.call(partial(self.added.submit, state))
-        return state.seq_id
-
-    def step(self) -> StepOutput:
-        """Run one engine step; return the new outputs of the requests from `add_request`.
-
-        `pieces` holds the new tokens and text, `finished` the outputs of requests that finished.
-        """
-        return self.engine.call(self.added.step)
-
-    def is_finished(self) -> bool:
-        """Return whether all requests have finished, and `step` has returned their outputs."""
-        return self.engine.call(self.added.is_finished)
-
-    def abort(self, seq_id: int | str) -> RequestOutput | None:
-        """Abort a request, given its seq_id or request_id.
-
-        Returns its partial output, or None if it is not running.
-        """
-        return self.engine.call(partial(self.added.abort, seq_id))
-
-    def abort_all(self) -> list[RequestOutput]:
-        """Abort all requests of all callers; return their partial outputs."""
-        return self.engine.call(self.added.abort_all)

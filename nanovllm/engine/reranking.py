@@ -6,11 +6,13 @@ Prompt and score follow Qwen3-Reranker's transformers example.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from nanovllm.engine.input_processor import InputProcessor
+from nanovllm.engine.scoring import embedding_of
 from nanovllm.errors import RequestError
-from nanovllm.outputs import EmbeddingOutput, RerankOutput
+from nanovllm.outputs import EmbeddingOutput, RequestOutput, RerankOutput
+from nanovllm.sampling_params import SamplingParams
 from nanovllm.validation import require, require_text
 
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
@@ -20,6 +22,22 @@ PREFIX = (
     "<|im_start|>user\n"
 )
 SUFFIX = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+
+
+def rerank(
+    complete: Callable[..., list[RequestOutput]],
+    input_processor: InputProcessor,
+    query: str,
+    documents: Iterable[str],
+    instruction: str | None,
+    top_n: int | None,
+) -> list[RerankOutput]:
+    """Implement `LLM.rerank`; `complete` runs prompts."""
+    documents = check_documents(documents, top_n)
+    labels = label_ids(input_processor)
+    prompts = rerank_prompts(query, documents, instruction)
+    outputs = complete(prompts, SamplingParams(max_tokens=1), name="documents", pooling=labels)
+    return ranked(documents, [embedding_of(output, False) for output in outputs], top_n)
 
 
 def check_documents(documents: Iterable[str], top_n: int | None) -> list[str]:

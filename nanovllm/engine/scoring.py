@@ -77,6 +77,21 @@ def embedding_of(output: RequestOutput, normalize: bool) -> EmbeddingOutput:
     return EmbeddingOutput(vector.tolist(), output.prompt_token_ids)
 
 
+def score(
+    complete: Callable[..., list[RequestOutput]],
+    encode: Callable[..., array[int]],
+    prompt: Any,
+    continuations: abc.Sequence[Any],
+    cache_salt: str | None,
+) -> list[Score]:
+    """Implement `LLM.score`; `complete` runs prompts, `encode` tokenizes them."""
+    first = as_prompt(prompt, cache_salt)
+    continued = continue_prompt(first.content, continuations, encode)
+    wholes = [each.token_ids for each in continued]
+    outputs = complete(wholes, SCORED, first.cache_salt)
+    return [score_of(output, one.start) for output, one in zip(outputs, continued, strict=True)]
+
+
 @dataclass(frozen=True, slots=True)
 class Continued:
     """A prompt followed by a continuation, which begins at token `start`."""
