@@ -1,4 +1,4 @@
-"""Rename the tensors of checkpoints that were saved from a larger or a smaller class of model."""
+"""The names of tensors in checkpoints of other classes of models, or with stacked experts."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ NOT_TEXT = re.compile(
     r"(model\.)?((audio|vision)_tower|multi_modal_projector|embed_(audio|vision)|visual)\."
 )
 TEXT_PREFIX = re.compile(r"^(model\.)?language_model\.")
+_STACKED_EXPERTS = re.compile(r"(.*\.experts\.)(gate_up_proj|down_proj)")
 
 
 def causal_lm_tensors(tensors: list[StoredTensor]) -> list[StoredTensor]:
@@ -20,6 +21,17 @@ def causal_lm_tensors(tensors: list[StoredTensor]) -> list[StoredTensor]:
     if any(tensor.name == "embed_tokens.weight" for tensor in tensors):
         return _add_prefix(tensors)
     return tensors
+
+
+def split_experts(name: str, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...]]]:
+    """Return the names and shapes of the weights in a tensor, which may stack all experts."""
+    match = _STACKED_EXPERTS.fullmatch(name)
+    if match is None or len(shape) != 3:
+        return [(name, shape)]
+    parts = ("gate_proj", "up_proj") if match[2] == "gate_up_proj" else ("down_proj",)
+    part_shape = shape[1] // len(parts), shape[2]
+    names = [f"{i}.{part}.weight" for i in range(shape[0]) for part in parts]
+    return [(match[1] + each, part_shape) for each in names]
 
 
 def _text_tensors(tensors: list[StoredTensor]) -> list[StoredTensor]:

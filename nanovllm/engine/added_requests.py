@@ -27,9 +27,9 @@ class UnreadPieces:
         self.pieces += pieces
 
     def fail(self, error: BaseException) -> bool:
-        if not isinstance(error, EngineError):
-            error = EngineError(f"the engine failed: {error!r}")
-        self.error = error
+        is_known = isinstance(error, EngineError)
+        # A new error, because another caller may raise the given one.
+        self.error = EngineError(str(error) if is_known else f"the engine failed: {error!r}")
         return False
 
     def take(self) -> Pieces:

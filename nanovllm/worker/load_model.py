@@ -12,6 +12,7 @@ from torch import Tensor
 from nanovllm.attention.backend import AttentionBackend
 from nanovllm.checkpoint.dense_layers import load_dense
 from nanovllm.checkpoint.find import Checkpoint, stores_quantized
+from nanovllm.checkpoint.own_head import has_own_head
 from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.layers.build import BuildContext
 from nanovllm.models.registry import build_model, fallback
@@ -20,7 +21,7 @@ from nanovllm.worker.device_interface import Device
 from nanovllm.worker.forward import EagerForward
 from nanovllm.worker.input_batch import InputBatch
 from nanovllm.worker.kv_cache import KVCacheSpec, kv_cache_spec
-from nanovllm.worker.loader import has_own_head, load_weights
+from nanovllm.worker.loader import load_weights
 from nanovllm.worker.memory_needs import MemoryNeeds, check_memory
 from nanovllm.worker.model_runner import ModelRunner
 from nanovllm.worker.profile_run import profile_run
