@@ -48,10 +48,10 @@ class NewRow:
 
 
 class BlockUpdate(NamedTuple):
-    """A new entry in a slot's block table of a group."""
+    """A new entry in the block table of a slot and a group."""
 
     slot: int
-    index: int
+    entry: int  # index in the table
     block_id: int
     group: int
 

@@ -124,8 +124,8 @@ class InputBatch:
                 self._offsets["block_tables"],
                 self.block_tables.stride(),
             )
-            slots, indices, block_ids, groups = np.array(plan.block_updates, np.int32).T
-            changes.append((first + slots * by_slot + groups * by_group + indices, block_ids))
+            slots, entries, block_ids, groups = np.array(plan.block_updates, np.int32).T
+            changes.append((first + slots * by_slot + groups * by_group + entries, block_ids))
         for update in plan.draft_updates:
             first = self._offsets["tokens"] + update.slot * self.tokens.shape[1]
             changes.append(draft_changes(update, first, self._offsets["lengths"] + update.slot))
