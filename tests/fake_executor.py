@@ -149,7 +149,7 @@ class FakeExecutor:
             self.tokens[draft.slot].update(enumerate(draft.token_ids, draft.num_tokens))
         for update in plan.block_updates:
             table = self.block_tables[update.slot][update.group]
-            assert update.index == len(table)
+            assert update.entry == len(table)
             table.append(update.block_id)
 
     def _address(self, slot: int, position: int, group: int = 0) -> tuple[int, int]:

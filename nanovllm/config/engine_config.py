@@ -56,7 +56,9 @@ class EngineConfig:
         64, "tokens per KV-cache block, a multiple of 16", alias="--block-size"
     )
     num_kvcache_blocks: int = option(
-        -1, "blocks in the KV cache; -1: as memory allows", alias="--num-gpu-blocks-override"
+        -1,
+        "blocks in the KV cache, for each group of layers; -1: as memory allows",
+        alias="--num-gpu-blocks-override",
     )
     device: Literal["auto", "cpu", "cuda"] = option("auto", "where to run; auto prefers a GPU")
     dtype: str = option(

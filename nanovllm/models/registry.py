@@ -58,6 +58,7 @@ FAMILIES = {
     "GlmForCausalLM": Family(glm4.build_glm_layer, glm4.read_config),
     "GraniteForCausalLM": Family(llama.build_layer, granite.read_config),
     "LlamaForCausalLM": Family(llama.build_layer, read_model_config),
+    "MinistralForCausalLM": Family(llama.build_layer, mistral.read_config),
     "Ministral3ForCausalLM": Family(llama.build_layer, mistral.read_ministral3_config),
     "MistralForCausalLM": Family(llama.build_layer, mistral.read_config),
     "MixtralForCausalLM": Family(mixtral.build_layer, mixtral.read_config),
