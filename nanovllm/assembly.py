@@ -162,9 +162,8 @@ def start_core(resolved: ResolvedModel, get_grammars: Callable[[], GrammarEngine
     executor = create_executor(config, resolved.model_config, resolved.checkpoint)
     info = executor.start()
     try:
-        blocks = BlockManager(
-            info.num_blocks, config.kvcache_block_size, config.enable_prefix_caching
-        )
+        sizes = info.num_blocks, config.kvcache_block_size
+        blocks = BlockManager(*sizes, config.enable_prefix_caching, info.windows)
         num_slots = config.max_num_seqs if info.states is None else info.states.num_slots
         scheduler = Scheduler(
             blocks,
@@ -296,7 +295,7 @@ def create_executor(
     config: EngineConfig, model_config: ModelConfig, checkpoint: Checkpoint
 ) -> Executor:
     """Create a worker in this process, or workers in other processes or on a Ray cluster."""
-    if config.distributed_executor_backend == "ray" or config.tensor_parallel_size > 1:
+    if _has_rank_processes(config):
         from nanovllm.parallel.multiproc_executor import MultiprocExecutor
 
         return MultiprocExecutor(config, model_config, checkpoint, build_worker)
@@ -320,11 +319,15 @@ def build_worker(task: WorkerTask, rank: int) -> Executor:
 
 def _check_device(config: EngineConfig) -> Device | None:
     """Return the device to check a model against; None if only rank processes may use one."""
-    if not _has_devices():
+    if not _has_devices() or not _has_rank_processes(config):
         return _create_device(config)
-    from nanovllm.devices.choose import check_device
+    from nanovllm.devices.ranks import check_devices
 
-    return check_device(config)
+    return check_devices(config)
+
+
+def _has_rank_processes(config: EngineConfig) -> bool:
+    return config.distributed_executor_backend == "ray" or config.tensor_parallel_size > 1
 
 
 def _create_device(config: EngineConfig) -> Device:

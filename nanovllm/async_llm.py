@@ -112,7 +112,8 @@ class AsyncLLM:
             self.client: EngineClient[PieceQueue] = EngineClient(tokenizer)
             gc.collect()  # avoid a full collection during the first requests: see `start_core`
             infos = [replica.wait_until_ready().info for replica in self.replicas]
-            self._router.max_blocks = min(info.num_blocks for info in infos)
+            # A cached prefix has a block in each group of layers.
+            self._router.max_blocks = min(info.num_blocks // len(info.windows) for info in infos)
             # The memory for recurrent states may limit the number of running sequences.
             limits = [info.states.num_slots for info in infos if info.states is not None]
             max_num_seqs = min([self.config.max_num_seqs, *limits])

@@ -18,6 +18,7 @@ from transformers import (
     GraniteConfig,
     LlamaConfig,
     Ministral3Config,
+    MinistralConfig,
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
@@ -110,6 +111,13 @@ FAMILIES: dict[str, PreTrainedConfig] = {
         rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
     ),
     "mistral": MistralConfig(**SIZES, sliding_window=WINDOW),
+    "ministral": MinistralConfig(
+        **{**SIZES, "num_hidden_layers": 4},
+        head_dim=16,
+        pad_token_id=0,
+        sliding_window=WINDOW,
+        layer_types=["full_attention", *["sliding_attention"] * 3],
+    ),
     "ministral3": Ministral3Config(
         **SIZES,
         head_dim=16,

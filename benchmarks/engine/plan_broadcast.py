@@ -75,7 +75,7 @@ def decode_rows(num_rows: int) -> StepPlan:
         counts=column,
         num_logits=column,
         new_rows=[],
-        block_updates=[BlockUpdate(slot, 15, slot) for slot in range(0, num_rows, 64)],
+        block_updates=[BlockUpdate(slot, 15, slot, 0) for slot in range(0, num_rows, 64)],
         released=[],
         num_decode_tokens=num_rows,
     )
@@ -93,7 +93,7 @@ def long_prompts(num_rows: int, num_tokens: int) -> StepPlan:
         counts=column,
         num_logits=0 * column,
         new_rows=[
-            NewRow(slot, token_ids + slot, blocks, num_tokens, params, slot, frozenset({2}))
+            NewRow(slot, token_ids + slot, [blocks], num_tokens, params, slot, frozenset({2}))
             for slot in range(num_rows)
         ],
         block_updates=[],

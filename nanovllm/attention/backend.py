@@ -19,8 +19,9 @@ class BatchRows:
     slots: npt.NDArray[np.int32]
     starts: npt.NDArray[np.int32]
     counts: npt.NDArray[np.int32]
-    # int32 [slots, max_blocks] on the device; entries past a row's blocks are undefined.
-    block_table: Tensor
+    # int32 [slots, groups, max_blocks] on the device; entries past a row's blocks, and before its
+    # window, are undefined.
+    block_tables: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ class SharedRows:
 class DecodeRows:
     """Decode rows as device tensors, which every graph replay reads; row i is token i."""
 
-    block_table: Tensor  # as in BatchRows
+    block_tables: Tensor  # as in BatchRows
     slots: Tensor
     context_lens: Tensor  # 0: padding
     order: Tensor | None  # row indices in the order in which the kernel runs them; None: 0, 1, ...

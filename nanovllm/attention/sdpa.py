@@ -29,7 +29,7 @@ class PrefillRow:
     offset: int
     count: int
     start: int
-    block_ids: Tensor
+    block_ids: Tensor  # [groups, blocks]
 
 
 class SdpaAttention:
@@ -54,7 +54,7 @@ def plan_row(rows: BatchRows, i: int, offsets: np.ndarray, block_size: int) -> P
     """Describe row i; `offsets` holds the index of each row's first token in the batch."""
     start, count = int(rows.starts[i]), int(rows.counts[i])
     num_blocks = -(-(start + count) // block_size)
-    block_ids = rows.block_table[int(rows.slots[i]), :num_blocks].long()
+    block_ids = rows.block_tables[int(rows.slots[i]), :, :num_blocks].long()
     return PrefillRow(int(offsets[i]), count, start, block_ids)
 
 
@@ -70,7 +70,8 @@ def attend_prefill(
     part = slice(row.offset, row.offset + row.count)
     q, output = q[part], output[part]
     length = row.start + row.count
-    k, v = (part[:, :, :length] for part in _gather(cache, row.block_ids, q.dtype))
+    gathered = _gather(cache, row.block_ids[cache.group], q.dtype)
+    k, v = (part[:, :, :length] for part in gathered)
     q, k, v = upcast(q, k, v, dtype=matmul_dtype)
     window = length if spec.window is None else spec.window
     is_plain = spec.softcap is None and spec.sinks is None

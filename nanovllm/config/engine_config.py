@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from nanovllm.config.option_text import json_object, mm_limits, tokens
 from nanovllm.config.speculative_config import SpeculativeConfig
 from nanovllm.errors import ConfigError
 from nanovllm.validation import (
@@ -19,7 +19,6 @@ from nanovllm.validation import (
     suggest_fields,
 )
 
-WHOLE_CONTEXT = 2**31 - 1  # value of max_model_len for the model's own limit
 DEFAULT_LEN = 4096  # default max_model_len; the model's own limit if that is less
 DEFAULT_IMAGES = 16  # most images per prompt
 DTYPES = ("float32", "bfloat16", "float16")
@@ -32,30 +31,6 @@ _COUNTS = ("max_num_batched_tokens", "max_num_seqs", "tensor_parallel_size", "da
 def serving_target() -> float | None:
     """Return the default target_inter_token_ms of AsyncLLM and of servers."""
     return 25.0 if has_folder("nanovllm.features.latency") else None
-
-
-def tokens(text: str) -> int:
-    """Parse a number of tokens as vLLM does: 1k is 1000, 1K is 1024, auto is the model's limit."""
-    if text == "auto":
-        return WHOLE_CONTEXT
-    factors = {"k": 1000, "K": 1024, "m": 10**6, "M": 2**20}
-    number = float(text[:-1]) * factors[text[-1]] if text[-1:] in factors else int(text)
-    if math.isinf(number):
-        raise ValueError
-    return round(number)
-
-
-def mm_limits(text: str) -> Any:
-    """Parse limits as vLLM does: {"image": 4} or image=4."""
-    pairs = [each.partition("=") for each in text.split(",")]
-    if "=" in text and "{" not in text:
-        return {name: int(limit) for name, _, limit in pairs}
-    return json.loads(text)
-
-
-def json_object(text: str) -> Any:
-    """Parse JSON; argparse names this function in its error message."""
-    return json.loads(text)
 
 
 @suggest_fields
@@ -82,7 +57,9 @@ class EngineConfig:
         64, "tokens per KV-cache block, a multiple of 16", alias="--block-size"
     )
     num_kvcache_blocks: int = option(
-        -1, "blocks in the KV cache; -1: as memory allows", alias="--num-gpu-blocks-override"
+        -1,
+        "blocks in the KV cache, for each group of layers; -1: as memory allows",
+        alias="--num-gpu-blocks-override",
     )
     device: Literal["auto", "cpu", "cuda"] = option("auto", "where to run; auto prefers a GPU")
     dtype: str = option(

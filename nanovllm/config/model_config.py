@@ -38,6 +38,7 @@ class LayerAttention:
 
     rope: RopeConfig
     window: int | None = None  # sliding window in tokens; None: full attention
+    cache_layer: int | None = None  # index of the layer whose cache it uses; None: its own
 
 
 @dataclass(frozen=True, slots=True)

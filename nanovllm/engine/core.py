@@ -48,7 +48,7 @@ class EngineCore:
         self.executor = executor
         self.depth = depth
         # A sequence ends when it fills the whole KV cache: if preempted, it could never resume.
-        pool_len = scheduler.blocks.num_blocks * scheduler.blocks.block_size
+        pool_len = scheduler.blocks.max_tokens()
         self.max_len = min(max_model_len, pool_len)
         self._is_pool_short = pool_len < max_model_len
         self._sequences: dict[int, Sequence] = {}

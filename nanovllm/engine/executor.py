@@ -41,6 +41,7 @@ class ExecutorInfo:
     dtype: str
     device_name: str = "unknown"  # the vendor's product name
     states: StateCounts | None = None  # set if the model has recurrent layers
+    windows: tuple[int | None, ...] = (None,)  # of each group of layers; None: full attention
 
 
 class Executor(Protocol):

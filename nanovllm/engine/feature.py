@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from nanovllm.engine.block_manager import Prefix
     from nanovllm.engine.scheduler import Scheduler, Step
     from nanovllm.engine.sequence import Sequence
     from nanovllm.engine.step import StepResult
@@ -59,10 +60,11 @@ class Feature:
         """
         return True
 
-    def usable_hits(self, seq: Sequence, hits: list[int]) -> list[int]:
+    def usable_hits(self, seq: Sequence, hits: list[Prefix]) -> list[Prefix]:
         """Return the leading blocks of a cached prefix that a sequence may reuse.
 
-        States shorten the prefix to one with a snapshot.
+        It is called again if the result is shortened. States shorten the prefix to one with a
+        snapshot.
         """
         return hits
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.block_manager import BlockManager, Prefix
 from nanovllm.engine.feature import Feature
 from nanovllm.engine.request import DraftCounts, FinishReason
 from nanovllm.engine.scoring import add_columns
@@ -208,7 +208,7 @@ class Scheduler:
         slots = [seq.slot for seq in self.running.values()]
         assert len({*slots, *self._free_slots}) == len(slots) + len(self._free_slots)
         idle = (*self.waiting, *self.postponed.values())
-        assert all(not seq.block_ids and seq.slot == NO_SLOT for seq in idle)
+        assert all(not seq.tables and seq.slot == NO_SLOT for seq in idle)
         for seq in (*self.running.values(), *idle):
             assert seq.num_computed <= seq.num_tokens <= seq.max_len
             assert seq.finish_reason is None
@@ -235,6 +235,7 @@ class Scheduler:
         start, end = seq.num_computed, seq.num_tokens
         if end - start > 1:
             end = min(end, limit, start + step.prompt_budget)
+            end = self.blocks.row_end(seq, end)
         for feature in seq.features:
             end = feature.row_end(seq, end, limit)
         return end
@@ -244,14 +245,12 @@ class Scheduler:
 
         Returns False if `seq` itself was preempted.
         """
-        first_index = len(seq.block_ids)
-        while (block_ids := self.blocks.allocate(seq, num_tokens)) is None:
+        while (updates := self.blocks.allocate(seq, num_tokens)) is None:
             victim = next(reversed(self.running.values()))
             self._preempt(victim)
             if victim is seq:
                 return False
-        for index, block_id in enumerate(block_ids, first_index):
-            step.block_updates.append(BlockUpdate(seq.slot, index, block_id))
+        step.block_updates += updates
         return True
 
     def _is_ready(self, seq: Sequence) -> bool:
@@ -272,16 +271,26 @@ class Scheduler:
                 return
             if not self.allow_chunks and len(seq.token_ids) > step.budget:
                 return
-            hits = self.blocks.match(seq)
-            for feature in seq.features:
-                hits = feature.usable_hits(seq, hits)
-            num_needed = self.blocks.admit(seq, hits)
+            num_needed = self.blocks.admit(seq, self._usable_hits(seq))
             if num_needed is not None:
                 self._misfit, self._num_needed = seq, num_needed
                 return
             self._misfit = None
             self.waiting.remove(seq)
             self._enter_running(seq, step)
+
+    def _usable_hits(self, seq: Sequence) -> list[Prefix]:
+        """Return the longest cached prefix after which all groups and features can continue.
+
+        If one of them shortens it, the others are asked again.
+        """
+        hits, count = self.blocks.match(seq), -1
+        while len(hits) != count:
+            count = len(hits)
+            hits = self.blocks.usable_hits(hits)
+            for feature in seq.features:
+                hits = feature.usable_hits(seq, hits)
+        return hits
 
     def _enter_running(self, seq: Sequence, step: Step) -> None:
         seq.slot = self._free_slots.pop()
@@ -294,11 +303,15 @@ class Scheduler:
         self.running[seq.seq_id] = seq
         if seq.priority < last.priority:
             self.running = dict(sorted(self.running.items(), key=lambda item: item[1].priority))
+        # A prompt that does not fit takes the rest of the budget.
+        limit = min(seq.num_tokens, seq.num_computed + step.budget)
+        end = self._row_end(seq, limit, step)
+        self.blocks.allocate(seq, end)  # windows need blocks for this row; `row_end` left them free
         step.new_rows.append(
             NewRow(
                 seq.slot,
                 np.array(seq.token_ids, np.int32),
-                list(seq.block_ids),
+                [list(table.block_ids) for table in seq.tables],
                 seq.num_prompt_tokens,
                 seq.request.params,
                 seq.request.seed,
@@ -308,9 +321,7 @@ class Scheduler:
                 seq.request.images,
             )
         )
-        # A prompt that does not fit takes the rest of the budget.
-        limit = min(seq.num_tokens, seq.num_computed + step.budget)
-        self._add_row(step, seq, self._row_end(seq, limit, step))
+        self._add_row(step, seq, end)
 
     def _add_row(self, step: Step, seq: Sequence, end: int) -> None:
         """Schedule `seq` up to `end`; if all tokens run, also count the one to be sampled.

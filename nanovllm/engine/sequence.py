@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
-from nanovllm.engine.block_manager import BlockKey, Prefix
+from nanovllm.engine.block_manager import BlockKey, BlockTable, Prefix
 from nanovllm.engine.request import DraftCounts, FinishReason, Request, TokenLogprobs
 from nanovllm.engine.step import Vector
 
@@ -61,11 +61,13 @@ class Sequence:
 
     slot: int = NO_SLOT
     num_computed: int = 0
-    block_ids: list[int] = field(default_factory=list)
-    capacity: int = 0  # number of tokens that block_ids can hold
+    tables: list[BlockTable] = field(default_factory=list)  # of each group of layers; if running
+    capacity: int = 0  # number of tokens that all tables can hold
     block_keys: list[BlockKey] = field(default_factory=list)  # keys of full blocks hashed so far
     prefix: Prefix | str | None = field(init=False)  # last prefix registered or matched
     next_full_len: int = 0  # number of computed tokens at which the next block is full
+    shared_len: int = 0  # length of the prefix that was found at admission, reusable or not
+    branch: int = 0  # its number of blocks if a sequence continued it differently, else 0
 
     def __post_init__(self) -> None:
         request = self.request
@@ -82,6 +84,11 @@ class Sequence:
         self.may_hit = request.params.prompt_logprobs is None and request.pooling != "mean"
         self.is_serial = bool(request.params.logits_processors)
         self.prefix = request.cache_salt
+
+    @property
+    def block_ids(self) -> list[int]:
+        """The blocks that it holds, group by group."""
+        return [block_id for table in self.tables for block_id in table.held]
 
     @property
     def num_pending(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +33,8 @@ class NewRow:
 
     slot: int
     token_ids: IntColumn  # all known tokens, prompt and output
-    block_ids: list[int]
+    # Block ids of each group of layers; a window's entries before its first block are undefined.
+    tables: list[list[int]]
     num_prompt_tokens: int
     params: SamplingParams
     seed: int
@@ -48,13 +49,13 @@ class NewRow:
         return self.pooling is None and not self.bad_words and self.params.is_plain
 
 
-@dataclass(frozen=True, slots=True)
-class BlockUpdate:
-    """A new entry in a slot's block table."""
+class BlockUpdate(NamedTuple):
+    """A new entry in the block table of a slot and a group."""
 
     slot: int
-    index: int
+    entry: int  # index in the table
     block_id: int
+    group: int
 
 
 @dataclass(frozen=True, slots=True)

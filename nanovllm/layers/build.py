@@ -53,7 +53,7 @@ class ForwardBatch:
 
     input_ids: Tensor  # [tokens]
     positions: Tensor  # [tokens], rows of the table of rotations
-    slot_mapping: Tensor  # [tokens], token -> position in the KV cache
+    slot_mapping: Tensor  # [groups, tokens], token -> position in the KV cache
     sampled: SampledTokens | None  # None: the logits of all tokens are needed
     attention: Any  # the attention backend's plan for this step
     caches: list[LayerCache | LayerState]  # one per layer

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor
 
 from nanovllm.attention.backend import AttentionSpec
 from nanovllm.config import ModelConfig
 from nanovllm.layers.build import BuildContext, ForwardBatch, Layer
-from nanovllm.layers.layernorm import AllHeadsNorm, QKNorm, RMSNorm
+from nanovllm.layers.layernorm import QKNorm, RMSNorm
 from nanovllm.layers.linear import MergedLinear, RowParallelLinear
 from nanovllm.layers.rotary_embedding import order_heads, rope_order
 from nanovllm.layers.shards import replicated, sharded, split_kv_heads
 from nanovllm.ops.interface import LayerCache, ResidualStream
+
+if TYPE_CHECKING:
+    from nanovllm.layers.all_heads_norm import AllHeadsNorm
 
 
 class SelfAttention(Layer):
@@ -63,7 +68,8 @@ class SelfAttention(Layer):
         cache, plan = batch.caches[self.layer_index], batch.attention
         assert isinstance(cache, LayerCache)
         qk_norm = None if self.qk_norm is None else self.qk_norm.prepare(qkv)
-        self.ops.rope_write(qkv, qk_norm, rope, batch.positions, cache, batch.slot_mapping)
+        slot_mapping = batch.slot_mapping[cache.group]
+        self.ops.rope_write(qkv, qk_norm, rope, batch.positions, cache, slot_mapping)
         q = qkv[:, : self.num_heads]
         # In the last layer, tokens without logits only need their keys and values cached.
         if self.is_last and (sampled := batch.sampled) is not None:

@@ -62,6 +62,7 @@ class LayerCache:
     v: Tensor
     k_exponents: Tensor | None = None  # [num_blocks, kv_heads, block_size], uint8
     v_exponents: Tensor | None = None
+    group: int = 0  # index of the layer's group, which has its own block table and slot_mapping
 
     @property
     def parts(self) -> list[Tensor]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Literal
 
 from nanovllm.engine.executor import ExecutorInfo
 from nanovllm.engine.request import EngineCoreOutputs, FinishReason, Request
@@ -65,11 +65,15 @@ class CoreStats:
     num_drafts: int = 0  # rows with draft tokens
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0  # accepted draft tokens
+    num_held_blocks: tuple[int, ...] = (0,)  # blocks that sequences hold, of each group of layers
 
 
 def total(stats: list[CoreStats]) -> CoreStats:
-    """Sum each field over several cores."""
-    return CoreStats(*map(sum, zip(*map(astuple, stats), strict=True)))
+    """Sum each field over several cores, which run the same model."""
+    columns = {each.name: [getattr(one, each.name) for one in stats] for each in fields(CoreStats)}
+    held = zip(*columns.pop("num_held_blocks"), strict=True)
+    counts: dict[str, Any] = {name: sum(column) for name, column in columns.items()}
+    return CoreStats(**counts, num_held_blocks=tuple(map(sum, held)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -176,4 +176,5 @@ class CoreLoop:
             num_drafts=counts.num_drafts,
             num_draft_tokens=counts.num_draft_tokens,
             num_accepted_tokens=counts.num_accepted_tokens,
+            num_held_blocks=tuple(blocks.num_held),
         )

@@ -42,6 +42,7 @@ ENGINE_METRICS = {
     "num_requests_running": (GaugeMetricFamily, "Number of running sequences"),
     "num_requests_waiting": (GaugeMetricFamily, "Number of waiting sequences"),
     "kv_cache_usage_perc": (GaugeMetricFamily, "Fraction of KV-cache blocks in use, from 0 to 1"),
+    "kv_cache_free_blocks": (GaugeMetricFamily, "Number of free KV-cache blocks, cached or not"),
     "engine_up": (GaugeMetricFamily, "1 while the engine is healthy, else 0"),
     "prefix_cache_queries": (CounterMetricFamily, "Prompt tokens looked up in the prefix cache"),
     "prefix_cache_hits": (CounterMetricFamily, "Prompt tokens found in the prefix cache"),
@@ -159,7 +160,17 @@ class Metrics:
             for number, each in values.items():
                 metric.add_metric([self._model_name, str(number)], each[name])
             yield metric
+        yield self._held_blocks()
         yield self._cache_config()
+
+    def _held_blocks(self) -> Metric:
+        text = "Number of KV-cache blocks that sequences hold, by group of layers"
+        labels = (*ENGINE_LABELS, "group")
+        metric = GaugeMetricFamily(self._prefix + "kv_cache_held_blocks", text, labels=labels)
+        for replica in self._llm.replicas:
+            for group, count in enumerate(replica.stats.num_held_blocks):
+                metric.add_metric([self._model_name, str(replica.number), str(group)], count)
+        return metric
 
     def _cache_config(self) -> Metric:
         config = asdict(self._llm.config)
@@ -168,7 +179,9 @@ class Metrics:
         text = "Configuration of the KV cache"
         metric = GaugeMetricFamily(self._prefix + "cache_config_info", text, labels=labels)
         for replica in self._llm.replicas:
-            sizes = config["kvcache_block_size"], replica.stats.num_blocks
+            # A block of tokens takes a block in each group of layers.
+            num_blocks = replica.stats.num_blocks // len(replica.stats.num_held_blocks)
+            sizes = config["kvcache_block_size"], num_blocks
             values = (replica.number, *sizes, *(config[name] for name in names))
             metric.add_metric([self._model_name, *map(str, values)], 1)
         return metric
@@ -181,6 +194,7 @@ def _values(replica: ReplicaInfo) -> dict[str, float]:
         "num_requests_running": stats.num_running,
         "num_requests_waiting": stats.num_waiting,
         "kv_cache_usage_perc": num_used / max(stats.num_blocks, 1),
+        "kv_cache_free_blocks": stats.num_free_blocks,
         "engine_up": replica.error is None,
         "prefix_cache_queries": stats.num_cache_queries,
         "prefix_cache_hits": stats.num_cache_hits,

@@ -64,12 +64,12 @@ class EagerForward:
         input_batch.update(plan)
         slots, positions = map(upload, slots_and_positions(plan))
         input_ids, slot_mapping = look_up(input_batch, slots, positions)
-        rows = BatchRows(plan.slots, plan.starts, plan.counts, input_batch.block_table)
+        rows = BatchRows(plan.slots, plan.starts, plan.counts, input_batch.block_tables)
         sampled = None
         if not is_decode(plan):
             last_tokens = np.cumsum(plan.counts)[plan.num_logits > 0] - 1
             slots_of, ends = sampled_rows(plan)
-            last = BatchRows(slots_of, ends - 1, np.ones_like(ends), input_batch.block_table)
+            last = BatchRows(slots_of, ends - 1, np.ones_like(ends), input_batch.block_tables)
             sampled = SampledTokens(upload(last_tokens), self.attention.plan(last))
         planned = self.attention.plan(rows)
         recurrent = None if self.state_cache is None else recurrent_rows(plan, upload)
@@ -85,10 +85,11 @@ class EagerForward:
 
 
 def look_up(input_batch: InputBatch, slots: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the tokens at the given positions of slots, and their positions in the KV cache."""
-    block_ids = input_batch.block_table[slots, positions // input_batch.block_size].long()
-    slot_mapping = block_ids * input_batch.block_size + positions % input_batch.block_size
-    return input_batch.tokens[slots, positions], slot_mapping
+    """Return the tokens at the given positions of slots, and their slot_mapping."""
+    size = input_batch.block_size
+    block_ids = input_batch.block_tables[slots, :, positions // size].long()  # [tokens, groups]
+    slot_mapping = block_ids.T * size + positions % size
+    return input_batch.tokens[slots, positions], slot_mapping.contiguous()
 
 
 def slots_and_positions(plan: StepPlan) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:

@@ -23,24 +23,24 @@ ALIGNMENT = 4  # in words: kernels read a column faster if it begins at a multip
 
 @dataclass(frozen=True, slots=True)
 class SlotField:
-    """A column of the InputBatch; `value` computes a slot's entry when a sequence enters it."""
+    """A column of the InputBatch."""
 
     dtype: type[np.number[Any]]
-    value: Callable[[NewRow], Any]
-    width: int | None = None  # maximum number of values per slot; None: exactly one
+    # Computes a slot's entry when a sequence enters it; None: the column has `width` entries.
+    value: Callable[[NewRow], Any] | None
+    width: int = 1
 
     @property
     def num_words(self) -> int:
         """Number of 32-bit words per slot."""
-        return (self.width or 1) * np.dtype(self.dtype).itemsize // 4
+        return self.width * np.dtype(self.dtype).itemsize // 4
 
 
-def slot_fields(max_model_len: int, block_size: int) -> dict[str, SlotField]:
+def slot_fields(max_model_len: int, block_size: int, num_groups: int) -> dict[str, SlotField]:
+    max_blocks = -(-max_model_len // block_size)
     return {
-        "tokens": SlotField(np.int32, lambda row: row.token_ids, max_model_len),
-        "block_table": SlotField(
-            np.int32, lambda row: row.block_ids, -(-max_model_len // block_size)
-        ),
+        "tokens": SlotField(np.int32, None, max_model_len),
+        "block_tables": SlotField(np.int32, None, num_groups * max_blocks),
         "lengths": SlotField(np.int32, lambda row: len(row.token_ids)),
         "temperature": SlotField(np.float32, lambda row: row.params.temperature),
         "top_k": SlotField(np.int32, lambda row: min(row.params.top_k, INT32_MAX)),
@@ -63,7 +63,7 @@ class InputBatch:
     """
 
     tokens: Tensor  # [slots + 1, max_model_len]
-    block_table: Tensor  # [slots + 1, max_blocks]
+    block_tables: Tensor  # [slots + 1, groups, max_blocks]
     lengths: Tensor  # [slots + 1], as are all columns below
     prompt_lens: Tensor
     presence: Tensor  # penalty
@@ -72,11 +72,18 @@ class InputBatch:
     rope_offsets: Tensor  # added to positions for rotations, behind the images of a prompt
     sampling_columns: SamplingColumns
 
-    def __init__(self, device: Device, num_slots: int, max_model_len: int, block_size: int) -> None:
+    def __init__(
+        self,
+        device: Device,
+        num_slots: int,
+        max_model_len: int,
+        block_size: int,
+        num_groups: int = 1,
+    ) -> None:
         self.device = device
         self.num_slots = num_slots
         self.block_size = block_size
-        self._columns = slot_fields(max_model_len, block_size)
+        self._columns = slot_fields(max_model_len, block_size, num_groups)
         self._offsets, end = {}, 0
         for name, column in self._columns.items():
             self._offsets[name] = end
@@ -84,8 +91,11 @@ class InputBatch:
         self.words = torch.zeros(end, dtype=torch.int32, device=device.torch_device)
         for name in self._columns:
             setattr(self, name, self._view(name))
+        self.block_tables = self.block_tables.view(num_slots + 1, num_groups, -1)
         self.sampling_columns = SamplingColumns(*map(self._view, SamplingColumns.__slots__))
-        single = {name: column for name, column in self._columns.items() if column.width is None}
+        single = {
+            name: column for name, column in self._columns.items() if column.value is not None
+        }
         self._record = np.dtype([(name, column.dtype) for name, column in single.items()])
         # A record holds a slot's values of all columns that have one value per slot. For each word
         # of a record, compute its offset in slot 0 and the stride between slots.
@@ -112,10 +122,12 @@ class InputBatch:
         """Return a plan's changes, [changes, 2]: the offset of each word, and its new value."""
         changes = [change for row in plan.new_rows for change in self._enter(row)]
         if plan.block_updates:
-            first, width = self._offsets["block_table"], self.block_table.shape[1]
-            entries = [first + u.slot * width + u.index for u in plan.block_updates]
-            block_ids = [u.block_id for u in plan.block_updates]
-            changes.append((np.array(entries), np.array(block_ids, np.int32)))
+            first, (by_slot, by_group, _) = (
+                self._offsets["block_tables"],
+                self.block_tables.stride(),
+            )
+            slots, entries, block_ids, groups = np.array(plan.block_updates, np.int32).T
+            changes.append((first + slots * by_slot + groups * by_group + entries, block_ids))
         for update in plan.draft_updates:
             first = self._offsets["tokens"] + update.slot * self.tokens.shape[1]
             changes.append(draft_changes(update, first, self._offsets["lengths"] + update.slot))
@@ -133,20 +145,21 @@ class InputBatch:
         words = self.words[self._offsets[name] :][: (self.num_slots + 1) * column.num_words]
         dtype = getattr(torch, np.dtype(column.dtype).name)
         table = words.view(dtype)
-        return table if column.width is None else table.view(self.num_slots + 1, column.width)
+        return table if column.value is not None else table.view(self.num_slots + 1, column.width)
 
     def _enter(self, row: NewRow) -> list[tuple[np.ndarray, np.ndarray]]:
         """Record a new row's sampling features; return its changes as pairs (offsets, values)."""
         self._sampling[row.slot] = sampling_of(row.params)
-        single = tuple(self._columns[name].value(row) for name in self._record.names or ())
-        words = np.array([single], self._record).view(np.int32)
+        values = [column.value(row) for column in self._columns.values() if column.value]
+        words = np.array([tuple(values)], self._record).view(np.int32)
         changes = [(self._first_words + row.slot * self._slot_words, words)]
-        for name, column in self._columns.items():
-            if column.width is None:
-                continue
-            values = np.asarray(column.value(row), column.dtype)
-            first = self._offsets[name] + row.slot * column.num_words
-            changes.append((np.arange(first, first + len(values)), values))
+        first = self._offsets["tokens"] + row.slot * self.tokens.shape[1]
+        changes.append((np.arange(first, first + len(row.token_ids)), row.token_ids))
+        by_slot, by_group, _ = self.block_tables.stride()
+        for group, block_ids in enumerate(row.tables):
+            first = self._offsets["block_tables"] + row.slot * by_slot + group * by_group
+            places = np.arange(first, first + len(block_ids))
+            changes.append((places, np.array(block_ids, np.int32)))
         return changes
 
 

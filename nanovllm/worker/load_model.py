@@ -13,15 +13,16 @@ from torch import Tensor
 from nanovllm.attention.backend import AttentionBackend
 from nanovllm.checkpoint.dense_layers import load_dense
 from nanovllm.checkpoint.find import Checkpoint, stores_quantized
+from nanovllm.checkpoint.own_head import has_own_head
 from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.layers.build import BuildContext
-from nanovllm.models.registry import build_model, load_transformers_model
+from nanovllm.models.registry import build_model, fallback
 from nanovllm.ops.interface import LayerCache, LayerState
 from nanovllm.worker.device_interface import Device
 from nanovllm.worker.forward import EagerForward
 from nanovllm.worker.input_batch import InputBatch
 from nanovllm.worker.kv_cache import KVCacheSpec, kv_cache_spec
-from nanovllm.worker.loader import has_own_head, load_weights
+from nanovllm.worker.loader import load_weights
 from nanovllm.worker.memory_needs import MemoryNeeds, check_memory
 from nanovllm.worker.model_runner import ModelRunner
 from nanovllm.worker.profile_run import profile_run
@@ -29,7 +30,7 @@ from nanovllm.worker.quantized_layouts import choose_layouts
 from nanovllm.worker.state_cache import StateCache, create_state_cache
 
 if TYPE_CHECKING:
-    from nanovllm.models.registry import Model
+    from nanovllm.models.registry import Model, TransformersModel
 
 logger = logging.getLogger(__name__)
 
@@ -62,9 +63,14 @@ def load_model(
     model_config: ModelConfig,
     checkpoint: Checkpoint,
     device: Device,
+    target: ModelConfig | None = None,
     profiles: Sequence[Callable[[], None]] = (),
 ) -> LoadedModel:
-    """Build a model, load its weights and compile its kernels; `profiles` run beside its steps."""
+    """Build a model, load its weights and compile its kernels.
+
+    `target` is set for a draft model, which shares the target's InputBatch. `profiles` run beside
+    the steps that measure memory.
+    """
     is_tied = model_config.tie_word_embeddings and model_config.transformers_config is None
     has_weights = checkpoint.embedding is None and config.load_format != "dummy"
     if is_tied and has_weights and has_own_head(checkpoint):
@@ -78,13 +84,13 @@ def load_model(
     if config.quantization is not None or is_quantized:
         layouts = choose_layouts(config, checkpoint, device, dtype)
     build = BuildContext(device.torch_device, dtype, attention, ops, device.group, layouts)
-    needs = check_memory(config, model_config, device, build)
+    needs = check_memory(config, model_config, device, build, target)
     device.group.smallest(0, device.torch_device)  # barrier: no rank loads before all have checked
     model = _load_weights(config, model_config, checkpoint, device, build)
     if checkpoint.embedding is not None and config.load_format != "dummy":
         folders = checkpoint.embedding.dense
         model.dense.extend(load_dense(folders, model_config.hidden_size, build.device))
-    spec = kv_cache_spec(config, model_config, dtype, device.group)
+    spec = kv_cache_spec(config, model_config, dtype, device.group, target)
     state_cache, num_slots = None, config.max_num_rows
     # Create the states before `prepare`: the profile run needs them.
     if model_config.recurrent is not None:
@@ -107,7 +113,7 @@ def _load_weights(
     is_dummy = config.load_format == "dummy"
     if model_config.transformers_config is not None:
         source = None if is_dummy else checkpoint
-        loaded = load_transformers_model(model_config, source, config.seed, build)
+        loaded: TransformersModel = fallback().load_model(model_config, source, config.seed, build)
         loaded.pack_linears(device.has_room_for_copy(loaded.num_bytes))
         device.release()
         return loaded

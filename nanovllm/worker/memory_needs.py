@@ -16,7 +16,7 @@ from nanovllm.models.registry import build_model
 from nanovllm.worker.device_interface import Device
 from nanovllm.worker.host_memory import GIB
 from nanovllm.worker.input_batch import slot_fields
-from nanovllm.worker.kv_cache import kv_cache_spec
+from nanovllm.worker.kv_cache import Windows, kv_cache_spec, wanted_blocks
 from nanovllm.worker.loader import named_layers
 from nanovllm.worker.state_cache import state_spec
 
@@ -43,23 +43,33 @@ class MemoryNeeds:
     block: int  # one block of the KV cache
     step: int  # activations and logits of the largest step
     graphs: int
+    windows: Windows = (None,)  # of each group of layers in the KV cache
 
     def including(self, part: MemoryNeeds) -> MemoryNeeds:
         """Add what a WorkerPart needs besides its weights, which are already loaded.
 
         Its steps reuse the memory of the model's, and are assumed to need less.
         """
-        return replace(self, block=self.block + part.block, graphs=self.graphs + part.graphs)
+        return replace(
+            self,
+            block=self.block + part.block,
+            graphs=self.graphs + part.graphs,
+            windows=max(self.windows, part.windows, key=len),  # a part may add a group
+        )
 
 
 def check_memory(
-    config: EngineConfig, model: ModelConfig, device: Device, build: BuildContext
+    config: EngineConfig,
+    model: ModelConfig,
+    device: Device,
+    build: BuildContext,
+    target: ModelConfig | None = None,
 ) -> MemoryNeeds:
     """Estimate what a model needs; raise ConfigError if it does not fit."""
-    needs = estimate_memory(config, model, build)
+    needs = estimate_memory(config, model, build, target)
     if device.has_room_for_copy(needs.weights):  # weights are then kept in two layouts
         needs = replace(needs, weights=2 * needs.weights)
-    num_blocks = max(config.num_kvcache_blocks, 1)
+    num_blocks = max(config.num_kvcache_blocks, 1) * len(needs.windows)
     sizes = {
         "weights": needs.weights,
         "tables": needs.tables,
@@ -80,7 +90,12 @@ def check_memory(
     return replace(needs, graphs=device.estimate_graphs(needs.step))
 
 
-def estimate_memory(config: EngineConfig, model: ModelConfig, build: BuildContext) -> MemoryNeeds:
+def estimate_memory(
+    config: EngineConfig,
+    model: ModelConfig,
+    build: BuildContext,
+    target: ModelConfig | None = None,
+) -> MemoryNeeds:
     """Return the least memory that a model needs, except for graphs, without allocating any."""
     shapes = build_model(model, 1, replace(build, device=torch.device("meta")))
     if build.layouts is not None:  # `expected_tensors` creates the quantized parameters
@@ -88,7 +103,9 @@ def estimate_memory(config: EngineConfig, model: ModelConfig, build: BuildContex
             layer.expected_tensors(path)
     max_len = min(config.max_model_len, model.max_position_embeddings)
     num_ropes = len({layer.rope for layer in model.layers})
-    columns = slot_fields(max_len, config.kvcache_block_size).values()
+    spec = kv_cache_spec(config, model, build.dtype, build.group, target)
+    num_groups = len(spec.groups.windows)
+    columns = slot_fields(max_len, config.kvcache_block_size, num_groups).values()
     slot_bytes = 4 * sum(column.num_words for column in columns) + HOST_BYTES
     state_bytes = 0
     if model.recurrent is not None:  # three states: a sequence's, the padding's and the initial one
@@ -100,9 +117,10 @@ def estimate_memory(config: EngineConfig, model: ModelConfig, build: BuildContex
         weights=sum(parameter.nbytes for parameter in shapes.parameters()),
         tables=config.max_num_rows * slot_bytes + num_ropes * max_len * model.head_dim * 4,
         states=state_bytes,
-        block=kv_cache_spec(config, model, build.dtype, build.group).block_bytes,
+        block=spec.block_bytes,
         step=activations * build.dtype.itemsize + 4 * logits,
         graphs=0,
+        windows=spec.groups.windows,
     )
 
 
@@ -115,16 +133,15 @@ def _elements_per_token(model: ModelConfig, num_ranks: int) -> int:
 
 
 def choose_num_blocks(config: EngineConfig, needs: MemoryNeeds, device: Device) -> int:
-    """Return the configured number of blocks, or by default as many as fit in memory.
+    """Return the number of blocks of all groups: as configured, or as many as fit in memory.
 
     The default is at most the number that `max_num_seqs` sequences of full length need.
     """
+    num_blocks = wanted_blocks(config, needs.windows)
     if config.num_kvcache_blocks != -1:
-        device.check_cache_bytes(needs, config.num_kvcache_blocks * needs.block)
-        return config.num_kvcache_blocks
-    blocks_per_seq = -(-config.max_model_len // config.kvcache_block_size)
-    wanted = config.max_num_seqs * blocks_per_seq * needs.block
-    num_blocks = device.cache_bytes(needs, wanted) // needs.block
+        device.check_cache_bytes(needs, num_blocks * needs.block)
+        return num_blocks
+    num_blocks = device.cache_bytes(needs, num_blocks * needs.block) // needs.block
     if num_blocks < 1:
         raise ConfigError(
             f"no room for a KV cache: one block of {config.kvcache_block_size} tokens takes "

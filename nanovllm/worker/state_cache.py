@@ -20,7 +20,7 @@ from nanovllm.ops.interface import LayerState, RecurrentRows
 from nanovllm.ops.torch_delta_net import split_chunks
 from nanovllm.ops.tp_group import TPGroup
 from nanovllm.worker.device_interface import Device
-from nanovllm.worker.kv_cache import KVCacheSpec, agree
+from nanovllm.worker.kv_cache import KVCacheSpec, agree, wanted_blocks
 
 logger = logging.getLogger(__name__)
 
@@ -117,9 +117,7 @@ def choose_state_counts(
             f"the memory for caches is {quarter:,}; free memory or, on a GPU, lower "
             "max_num_batched_tokens"
         )
-    num_blocks = config.num_kvcache_blocks
-    if num_blocks == -1:
-        num_blocks = config.max_num_seqs * -(-config.max_model_len // config.kvcache_block_size)
+    num_blocks = wanted_blocks(config, cache.groups.windows)
     third = (num_blocks * cache.block_bytes + num_slots * spec.num_bytes) // 3
     num_snapshots = min(min(quarter, third) // spec.num_bytes, num_blocks)
     if not config.enable_prefix_caching:

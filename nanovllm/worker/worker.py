@@ -101,16 +101,17 @@ class Worker:
         config, device = self.config, self.device
         added = [part.load(self) for part in self.parts]
         profiles = [part.profile for part in self.parts]
-        target = load_model(config, self.model_config, self.checkpoint, device, profiles)
+        target = load_model(config, self.model_config, self.checkpoint, device, profiles=profiles)
         counts = None if target.state_cache is None else target.state_cache.counts
         needs = reduce(MemoryNeeds.including, added, target.needs)
         num_blocks = agree(choose_num_blocks(config, needs, device), device)
         sizes = target.num_slots, config.max_model_len, config.kvcache_block_size
-        input_batch = InputBatch(device, *sizes)
+        input_batch = InputBatch(device, *sizes, num_groups=len(needs.windows))
         self.runner = target.runner(num_blocks, input_batch)
         for part in self.parts:
             part.attach(self.runner, num_blocks, input_batch)
         dtype = str(target.model.dtype).split(".")[-1]
         return ExecutorInfo(
-            num_blocks, device.depth, device.name, dtype, device.device_name, counts
+            *(num_blocks, device.depth, device.name, dtype, device.device_name, counts),
+            windows=needs.windows,
         )

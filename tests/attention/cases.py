@@ -80,7 +80,10 @@ class Case:
         slots = [
             table[position // block_size] * block_size + position % block_size
             for start, count, table in zip(
-                self.rows.starts, self.rows.counts, self.rows.block_table.numpy(), strict=True
+                self.rows.starts,
+                self.rows.counts,
+                self.rows.block_tables[:, 0].numpy(),
+                strict=True,
             )
             for position in range(start, start + count)
         ]
@@ -128,7 +131,7 @@ def in_eight_bits(case: Case) -> Case:
 def batch_rows(starts: np.ndarray, counts: np.ndarray, tables: np.ndarray) -> BatchRows:
     """Return rows whose slots are the rows of `tables`, in order."""
     slots = np.arange(len(starts), dtype=np.int32)
-    return BatchRows(slots, starts, counts, torch.from_numpy(np.ascontiguousarray(tables)))
+    return BatchRows(slots, starts, counts, torch.from_numpy(np.ascontiguousarray(tables[:, None])))
 
 
 def check_last_tokens(attention: AttentionBackend, mix: Rows, ops: Ops) -> None:
@@ -139,7 +142,7 @@ def check_last_tokens(attention: AttentionBackend, mix: Rows, ops: Ops) -> None:
     for is_chosen in (np.arange(len(ends)) % 2 == 0, ends > 0, ends < 0):
         rows, counts = case.rows, case.rows.counts[is_chosen]
         starts = rows.starts[is_chosen] + counts - 1
-        last = BatchRows(rows.slots[is_chosen], starts, np.ones_like(counts), rows.block_table)
+        last = BatchRows(rows.slots[is_chosen], starts, np.ones_like(counts), rows.block_tables)
         plan = attention.plan(last)
         index = torch.from_numpy(ends[is_chosen] - 1).long()
         output = attention.attend(case.queries()[index], case.cache, plan, case.spec)

@@ -21,7 +21,7 @@ def make_seq(seq_id: int, token_ids: list[int], salt: str | None = None) -> Sequ
 
 
 def admit(blocks: BlockManager, seq: Sequence) -> int | None:
-    return blocks.admit(seq, blocks.match(seq))
+    return blocks.admit(seq, blocks.usable_hits(blocks.match(seq)))
 
 
 def enter(blocks: BlockManager, seq: Sequence) -> Sequence:
@@ -40,7 +40,7 @@ def leave(blocks: BlockManager, *sequences: Sequence) -> None:
 
 def num_hits(blocks: BlockManager, token_ids: list[int], salt: str | None = None) -> int:
     """Return how many tokens of a prompt are cached, without taking or touching a block."""
-    return len(blocks.match(make_seq(999, token_ids, salt))) * SIZE
+    return len(blocks.usable_hits(blocks.match(make_seq(999, token_ids, salt)))) * SIZE
 
 
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 8, 9, 12])
@@ -254,15 +254,16 @@ def test_partly_computed_blocks_are_never_registered() -> None:
         assert num_hits(blocks, [*prompt, 99]) == computed // SIZE * SIZE
 
 
-def test_the_child_of_an_evicted_parent_is_never_served() -> None:
-    """A chain rebuilt after an eviction has new parents; the old child must not continue it."""
+def test_the_child_of_an_evicted_parent_is_served_once_the_parent_is_cached_again() -> None:
+    """A cached child keeps its parent's identity, so that it still continues the same prefix."""
     blocks = BlockManager(4, SIZE, True)
     first = enter(blocks, make_seq(0, [1, 2, 3, 4, 5, 6, 7, 8, 9]))
     head = first.block_ids[0]
     leave(blocks, first)
     blocks._uncache(head)
+    assert num_hits(blocks, [1, 2, 3, 4, 5, 6, 7, 8, 9]) == 0
     leave(blocks, enter(blocks, make_seq(1, [1, 2, 3, 4])))  # the head is cached again
-    assert num_hits(blocks, [1, 2, 3, 4, 5, 6, 7, 8, 9]) == 4
+    assert num_hits(blocks, [1, 2, 3, 4, 5, 6, 7, 8, 9]) == 8
     again = enter(blocks, make_seq(2, [1, 2, 3, 4, 5, 6, 7, 8, 9]))
     blocks.check([again])
     leave(blocks, again)

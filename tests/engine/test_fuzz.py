@@ -26,7 +26,7 @@ from nanovllm.features.speculation.ngram_proposer import NgramProposer
 from nanovllm.features.states.state_pool import StatePool
 from nanovllm.sampling_params import SamplingParams
 from tests.engine.watched import Watched, add
-from tests.fake_executor import EOS, VOCAB_SIZE, Done, FakeExecutor, predict, reference
+from tests.fake_executor import EOS, VOCAB_SIZE, Done, FakeExecutor, Windows, predict, reference
 
 BLOCK_SIZE = 4
 GRAMMAR: Any = SimpleNamespace(text="")
@@ -35,9 +35,9 @@ GRAMMAR: Any = SimpleNamespace(text="")
 class RandomDrafter(Drafter):
     """Drafts what the device will predict, with random lengths, pauses and mistakes."""
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, windows: Windows = (None,)) -> None:
         super().__init__(NgramProposer(has_store=True), num_speculative_tokens=1)
-        self.rng = rng
+        self.rng, self.windows = rng, windows
 
     def is_promising(self, seq: Sequence) -> bool:
         return self.rng.random() < 0.5
@@ -46,7 +46,7 @@ class RandomDrafter(Drafter):
         super().choose(seq, most)
         tokens = seq.token_ids.tolist()
         for _ in range(min(most, self.rng.randrange(6))):
-            tokens.append(predict(tokens))
+            tokens.append(predict(tokens, self.windows))
             if self.rng.random() < 0.2:
                 tokens[-1] = self.rng.randrange(1, VOCAB_SIZE)
         return tokens[len(seq.token_ids) :]
@@ -101,12 +101,13 @@ def build_core(
     drafter: Drafter | None = None,
     num_snapshots: int | None = None,
     grammars: LateGrammars | None = None,
+    windows: Windows = (None,),
 ) -> EngineCore:
     prompt_budget = (
         PromptBudget(1e-9, min_prompt_tokens=3) if is_paced else None
     )  # prompts get the smallest budget
     counts = None if num_snapshots is None else StateCounts(num_slots, num_snapshots)
-    blocks = BlockManager(num_blocks, BLOCK_SIZE, caching)
+    blocks = BlockManager(num_blocks, BLOCK_SIZE, caching, windows)
     states = None if counts is None else StatePool(counts, blocks)
     features: list[Feature] = [each for each in (states, prompt_budget, drafter) if each]
     if grammars is not None:
@@ -114,7 +115,7 @@ def build_core(
             features.append(GrammarFeature(lambda: grammars))
         grammars.rng.shuffle(features)  # their order does not matter
     scheduler = Scheduler(blocks, num_slots, budget, features)
-    executor = FakeExecutor(num_blocks, BLOCK_SIZE, states=counts)
+    executor = FakeExecutor(num_blocks, BLOCK_SIZE, states=counts, windows=windows)
     return EngineCore(scheduler, executor, depth, max_model_len=1000)
 
 
@@ -136,6 +137,13 @@ def run(core: EngineCore, arrivals: list[tuple[int, Watched]], aborts: dict[int,
         assert step < 5000, "stuck"
     while core._in_flight:  # steps left in flight by a late finish
         core.step()
+
+
+def num_blocks(rng: random.Random, windows: Windows) -> int:
+    """Return a pool so small that sequences preempt each other; windows need few blocks."""
+    if None not in windows:
+        return rng.choice([4, 8, 20])
+    return sum(rng.choice([9, 10, 20] if window is None else [3, 4, 6]) for window in windows)
 
 
 def make_requests(rng: random.Random) -> list[tuple[list[int], int]]:
@@ -178,6 +186,7 @@ def repeat_prompts(rng: random.Random, requests: list[tuple[list[int], int]]) ->
 
 
 @pytest.mark.endurance
+@pytest.mark.parametrize("windows", [(None,), (None, 6), (5,), (None, 6, 6), (None, 3, 9)])
 @pytest.mark.parametrize(
     ("caching", "depth"),
     [
@@ -187,7 +196,11 @@ def repeat_prompts(rng: random.Random, requests: list[tuple[list[int], int]]) ->
     ],
 )
 def test_any_schedule_gives_the_reference_tokens(
-    depth: int, caching: bool, monkeypatch: pytest.MonkeyPatch, count: Callable[[int], int]
+    depth: int,
+    caching: bool,
+    windows: Windows,
+    monkeypatch: pytest.MonkeyPatch,
+    count: Callable[[int], int],
 ) -> None:
     monkeypatch.setattr("nanovllm.features.states.state_pool.INTERVAL", 8)
     num_preemptions = num_hits = num_drafted = num_accepted = num_restored = num_late = 0
@@ -197,15 +210,16 @@ def test_any_schedule_gives_the_reference_tokens(
         has_states = rng.random() < 0.25
         most_snapshots = rng.choice([1, 3, 20]) if caching else 0
         core = build_core(
-            num_blocks=rng.choice([9, 10, 20]),
+            num_blocks=num_blocks(rng, windows),
             num_slots=rng.choice([2, 4, 8]),
             budget=rng.choice([3, 7, 32]),
             caching=caching,
             depth=depth,
             is_paced=rng.random() < 0.5,
-            drafter=RandomDrafter(rng) if not has_states and rng.random() < 0.75 else None,
+            drafter=RandomDrafter(rng, windows) if not has_states and rng.random() < 0.75 else None,
             num_snapshots=most_snapshots if has_states else None,
             grammars=(grammars := LateGrammars(rng, is_used=depth < 2)),
+            windows=windows,
         )
         firsts = repeat_prompts(rng, requests)
         sequences = make_sequences(requests)
@@ -215,7 +229,7 @@ def test_any_schedule_gives_the_reference_tokens(
         run(core, arrivals, aborts)
 
         for seq, (prompt, max_tokens) in zip(sequences, requests, strict=True):
-            want = reference(prompt, max_tokens)
+            want = reference(prompt, max_tokens, windows)
             if seq.request.pooling is not None:
                 assert not seq.output_token_ids
                 assert seq.finish_reason == "abort" or seq.pooled.tolist() == [sum(prompt)]

@@ -90,7 +90,7 @@ def test_identical_prompts_of_one_step_share_their_full_blocks(depth: int) -> No
     step(core)
     first = plans(core)[0]
     assert first.counts.tolist() == [10, 2, 2]
-    tables = [row.block_ids for row in first.new_rows]
+    tables = [row.tables[0] for row in first.new_rows]
     assert tables[0][:2] == tables[1][:2] == tables[2][:2]
     assert len({table[2] for table in tables}) == 3
     drain(core)
@@ -137,7 +137,7 @@ def test_the_writer_of_a_shared_block_leaves_before_commit(
     if how == "abort":
         core.finish(writer.seq_id, "abort")
     else:
-        core.scheduler._preempt(writer)
+        core.scheduler._preempt(writer.sequence)
     core.scheduler.check()
     late = make_seq(2, [*prompt, 7])
     add(core, late)
@@ -556,7 +556,7 @@ def test_a_step_does_not_pay_for_waiting_sequences() -> None:
 
 
 def test_a_step_does_not_pay_for_the_length_of_a_sequence() -> None:
-    assert count_lines(decoding_core(16, 3), 8) == count_lines(decoding_core(16, 803), 8)
+    assert count_lines(decoding_core(16, 83), 8) == count_lines(decoding_core(16, 803), 8)
 
 
 def test_a_prompt_in_chunks_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ ARCHITECTURES = {
     "glm4": "Glm4ForCausalLM",
     "granite": "GraniteForCausalLM",
     "llama": "LlamaForCausalLM",
+    "ministral": "MinistralForCausalLM",
     "ministral3": "Ministral3ForCausalLM",
     "mistral": "MistralForCausalLM",
     "mixtral": "MixtralForCausalLM",
@@ -58,7 +59,7 @@ def as_transformers_4(config: dict[str, Any]) -> dict[str, Any]:
         if config["tie_word_embeddings"]:
             del config["tie_word_embeddings"]
     else:
-        if "linear_num_key_heads" not in config:
+        if "linear_num_key_heads" not in config and config["model_type"] != "ministral":
             config.pop("layer_types", None)
         rope = dict(rope.get("full_attention", rope))
     if "partial_rotary_factor" in rope:

@@ -81,7 +81,8 @@ def test_snapshots_show_every_block_sequence_and_ending(depth: int, caching: boo
             holders = Counter(i for seq in state.sequences for i in seq.block_ids)
             assert len(holders) == blocks.num_blocks - blocks.num_free
             cached = [i for i, is_cached in enumerate(state.cached) if is_cached]
-            assert cached == sorted(prefix.block_id for prefix in blocks.cached.values())
+            prefixes = blocks.cached.values()
+            assert cached == sorted(i for prefix in prefixes for i in prefix.block_ids if i >= 0)
             running = [seq.seq_id for seq in state.sequences if seq.status == "running"]
             assert running == list(scheduler.running)
             assert state.queue == [seq.seq_id for seq in scheduler.waiting]

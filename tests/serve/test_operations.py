@@ -55,8 +55,9 @@ PATHS = [
     ("POST", "/detokenize"),
 ]
 METRICS = """
-num_requests_running num_requests_waiting kv_cache_usage_perc prefix_cache_queries_total
-prefix_cache_hits_total prompt_tokens_total generation_tokens_total num_preemptions_total
+num_requests_running num_requests_waiting kv_cache_usage_perc kv_cache_free_blocks
+kv_cache_held_blocks prefix_cache_queries_total prefix_cache_hits_total
+prompt_tokens_total generation_tokens_total num_preemptions_total
 time_to_first_token_seconds_bucket inter_token_latency_seconds_bucket
 e2e_request_latency_seconds_bucket request_queue_time_seconds_bucket
 request_prefill_time_seconds_bucket request_decode_time_seconds_bucket

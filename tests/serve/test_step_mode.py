@@ -27,6 +27,7 @@ from nanovllm.serve.live.snapshots import take_snapshot
 from nanovllm.serve.live.step_mode import FUNCTIONS, PlanRecorder, StepMode, _change
 from tests.engine.test_fuzz import BLOCK_SIZE, build_core, make_requests, repeat_prompts
 from tests.engine.test_fuzz import make_sequences as sequences_of
+from tests.fake_executor import Windows
 from tests.serve.byte_model import make_byte_model
 from tests.serve.fake_llm import FakeLLM
 from tests.serve.running import Running, running
@@ -36,17 +37,20 @@ from tests.serve.test_operations import wait_until
 ROOT = Path(__file__).parents[2]
 
 
-def stepped(rng: random.Random, caching: bool) -> Iterator[tuple[EngineCore, EngineState]]:
+def stepped(
+    rng: random.Random, caching: bool, windows: Windows = (None,)
+) -> Iterator[tuple[EngineCore, EngineState]]:
     """Pause an engine with random requests in a small pool, and step it until it is done."""
     requests = make_requests(rng)
     core = build_core(
-        num_blocks=rng.choice([9, 12, 20]),
+        num_blocks=len(windows) * rng.choice([9, 12, 20]),
         num_slots=rng.choice([2, 4, 8]),
         budget=rng.choice([3, 7, 32]),
         caching=caching,
         depth=0,
         is_paced=rng.random() < 0.5,
         num_snapshots=rng.choice([None, 3]) if caching else None,
+        windows=windows,
     )
     mode, log = StepMode(core), StepLog()
     core.log = log
@@ -124,6 +128,29 @@ def test_the_changes_lead_from_one_snapshot_to_the_next(
             before = after
     missing = {"postponed"} if caching else {"postponed", "shared", "evicted", "registered"}
     assert set(FUNCTIONS) - set(seen) == missing
+
+
+def test_the_changes_account_for_what_windows_free() -> None:
+    """A block that a window has passed is freed once no other sequence holds it."""
+    num_freed = 0
+    for seed in range(30):
+        steps = stepped(random.Random(seed), True, (None, 6))
+        _, before = next(steps)
+        for core, after in steps:
+            changes = changes_in(after)
+            tables, cached = apply(before, changes)
+            assert cached == cached_in(after)
+            held = {block for table in tables_of(after).values() for block in table}
+            assert held <= {block for table in tables.values() for block in table}
+            freed = {i for each in changes if each.kind == "freed" for i in each.block_ids}
+            was_held = {block for table in tables_of(before).values() for block in table}
+            assert was_held - held <= freed
+            running = {
+                each.seq_id for each in changes if each.kind == "freed"
+            } & core._sequences.keys()
+            num_freed += len(running & tables_of(after).keys())
+            before = after
+    assert num_freed > 50
 
 
 def test_a_block_shows_the_tokens_whose_keys_it_holds() -> None:

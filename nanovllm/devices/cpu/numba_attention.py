@@ -19,7 +19,7 @@ from nanovllm.ops.interface import LayerCache
 class NumbaPlan:
     tokens: Tensor  # [decode rows], index of each row's token in the batch
     lengths: Tensor  # [decode rows], context lengths
-    block_tables: Tensor  # [decode rows, max_blocks]
+    block_tables: Tensor  # [decode rows, groups, max_blocks]
     max_length: int
     prefills: list[PrefillRow]
 
@@ -39,7 +39,7 @@ class NumbaAttention:
         return NumbaPlan(
             torch.from_numpy(offsets[decodes].astype(np.int64)),
             torch.from_numpy(lengths),
-            torch.from_numpy(rows.block_table.numpy()[rows.slots[decodes]]),
+            torch.from_numpy(rows.block_tables.numpy()[rows.slots[decodes]]),
             int(lengths.max(initial=0)),
             [plan_row(rows, i, offsets, self.block_size) for i in prefills.tolist()],
         )
@@ -58,6 +58,7 @@ class NumbaAttention:
         _, num_heads, head_dim = q.shape
         num_kv_heads = cache.k.shape[2]
         group = num_heads // num_kv_heads
+        block_table = plan.block_tables[:, cache.group]
         # Scratch per thread and query head of a group: the query, the output, a score per position.
         scratch_size = self.launcher.num_threads * group * (2 * head_dim + plan.max_length)
         scratch = self.launcher.scratch(scratch_size)
@@ -65,7 +66,7 @@ class NumbaAttention:
         self.launcher.launch(
             dense.attend,
             *(output, q, q.stride(0), cache.k, cache.v),
-            *(plan.block_tables, plan.block_tables.shape[1], plan.tokens, plan.lengths),
+            *(block_table, block_table.stride(0), plan.tokens, plan.lengths),
             scratch,
             len(plan.tokens),
             plan.max_length,

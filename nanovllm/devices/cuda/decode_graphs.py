@@ -59,7 +59,8 @@ class DecodeGraphs:
         assert isinstance(attention, GraphedAttention)
         self.eager, self.attention, self.device = eager, attention, device
         self.input_batch = input_batch = eager.input_batch
-        num_slots, max_blocks = input_batch.num_slots, input_batch.block_table.shape[1]
+        num_slots = input_batch.num_slots
+        num_groups, max_blocks = input_batch.block_tables.shape[1:]
         self.max_context = max_blocks * input_batch.block_size
         self.sizes = graph_sizes(num_slots)
         # With draft tokens, the number of rows varies from step to step. Padding to fewer sizes
@@ -72,8 +73,9 @@ class DecodeGraphs:
         self._input_ids, self._context_lens, self._order = torch.zeros(
             3, num_slots, dtype=torch.int32, device=device.torch_device
         )
-        self._positions, self._slot_mapping = torch.zeros(
-            2, num_slots, dtype=torch.int64, device=device.torch_device
+        # Row 0: positions; the others: slot_mapping of each group.
+        self._token_columns = torch.zeros(
+            1 + num_groups, num_slots, dtype=torch.int64, device=device.torch_device
         )
         self.caches = [cache for cache in eager.caches if isinstance(cache, LayerCache)]
         if persistent is not None and not persistent.suits(self.caches):
@@ -86,10 +88,18 @@ class DecodeGraphs:
             size: persistent.max_tokens(size) for size in rows if persistent and size in self.sizes
         }
         self.graphs: dict[tuple[Way, DecodeBucket], Graph] = {}
+        layers = zip(eager.caches, eager.model.config.layers, strict=True)
+        full_groups = [
+            cache.group
+            for cache, layer in layers
+            if isinstance(cache, LayerCache) and layer.window is None
+        ]
         # Models with recurrent layers read fewer keys, so sharing them would save less.
         can_share = isinstance(attention, TritonAttention) and eager.state_cache is None
+        can_share = can_share and bool(full_groups)
         self.shared_sizes = [size for size in self.sizes if can_share and size >= MIN_ROWS]
-        self.prefixes = SharedPrefixes(device, num_slots, max_blocks, input_batch.block_size)
+        sizes = num_slots, max_blocks, input_batch.block_size
+        self.prefixes = SharedPrefixes(device, *sizes, layer_group=min(full_groups, default=0))
 
     # Ways to run a step; the first two return None if they do not support the plan.
 
@@ -220,12 +230,13 @@ class DecodeGraphs:
     def _run_layers(self, size: int, max_context: int, shared: SharedRows | None = None) -> Tensor:
         eager, input_batch, rows = self.eager, self.input_batch, slice(size)
         slots, context_lens, order = self._slots[rows], self._context_lens[rows], self._order[rows]
-        inputs = self._input_ids[rows], self._positions[rows], self._slot_mapping[rows]
-        state = input_batch.lengths, input_batch.tokens, input_batch.block_table
+        columns = self._token_columns[:, rows]
+        inputs = self._input_ids[rows], columns[0], columns[1:]
+        state = input_batch.lengths, input_batch.tokens, input_batch.block_tables
         where = input_batch.rope_offsets, input_batch.block_size
         gather_decode(slots, *state, *where, (*inputs, context_lens, order))
         decode = DecodeRows(
-            input_batch.block_table, slots, context_lens, order, max_context, shared
+            input_batch.block_tables, slots, context_lens, order, max_context, shared
         )
         plan = self.attention.decode_plan(decode)
         recurrent = None if eager.state_cache is None else RecurrentRows(slots.long())
@@ -235,7 +246,8 @@ class DecodeGraphs:
         """Run the step as one kernel, which reads the InputBatch itself."""
         assert self.persistent is not None
         input_batch, rows = self.input_batch, slice(len(logits))
-        state = input_batch.lengths, input_batch.tokens, input_batch.block_table
+        block_table = input_batch.block_tables[:, self.caches[0].group]  # all layers share a group
+        state = input_batch.lengths, input_batch.tokens, block_table
         outputs = logits, self._context_lens[rows]
         verifies = self.device.config.num_speculative_tokens > 0 and len(logits) > 1
         self.persistent.run(self._slots[rows], *state, self.caches, *outputs, verifies)

@@ -45,7 +45,7 @@ def load_flash_attention(device: Device, block_size: int, dtype: torch.dtype) ->
 class FlashDecode:
     """Plan for decode rows only; row i is token i."""
 
-    block_table: Tensor  # [rows, max_blocks]
+    block_tables: Tensor  # [rows, groups, max_blocks]
     context_lens: Tensor
 
 
@@ -53,7 +53,7 @@ class FlashDecode:
 class FlashMixed:
     """Plan for rows with any number of tokens."""
 
-    block_table: Tensor  # [rows, max_blocks]
+    block_tables: Tensor  # [rows, groups, max_blocks]
     cu_seqlens_q: Tensor  # [rows + 1]
     cu_seqlens_k: Tensor
     max_query_len: int
@@ -81,21 +81,21 @@ class FlashAttention:
         max_context = int(ends.max(initial=1))
         if (rows.counts == 1).all():
             slots, context_lens = self.device.upload(np.stack((rows.slots, ends)))
-            table = self._row_tables(rows.block_table, slots, max_context)
-            return FlashDecode(table, context_lens)
+            tables = self._row_tables(rows.block_tables, slots, max_context)
+            return FlashDecode(tables, context_lens)
         columns = np.zeros((3, len(ends) + 1), np.int32)
         columns[0, 1:] = rows.slots
         columns[1, 1:] = np.cumsum(rows.counts)
         columns[2, 1:] = np.cumsum(ends)
         slots, cu_seqlens_q, cu_seqlens_k = self.device.upload(columns)
-        block_table = self._row_tables(rows.block_table, slots[1:], max_context)
+        tables = self._row_tables(rows.block_tables, slots[1:], max_context)
         max_query_len = int(rows.counts.max())
-        return FlashMixed(block_table, cu_seqlens_q, cu_seqlens_k, max_query_len, max_context)
+        return FlashMixed(tables, cu_seqlens_q, cu_seqlens_k, max_query_len, max_context)
 
     def decode_plan(self, rows: DecodeRows) -> FlashDecode:
-        max_context = rows.max_context or rows.block_table.shape[1] * self.block_size
-        table = self._row_tables(rows.block_table, rows.slots, max_context)
-        return FlashDecode(table, rows.context_lens)
+        max_context = rows.max_context or rows.block_tables.shape[2] * self.block_size
+        tables = self._row_tables(rows.block_tables, rows.slots, max_context)
+        return FlashDecode(tables, rows.context_lens)
 
     def attend(
         self, q: Tensor, cache: LayerCache, plan: FlashDecode | FlashMixed, spec: AttentionSpec
@@ -113,13 +113,13 @@ class FlashAttention:
         options["window_size"] = before, 0
         if spec.softcap is not None:
             options["softcap"] = spec.softcap
+        options["block_table"] = plan.block_tables[:, cache.group]
         if isinstance(plan, FlashDecode):
             output = self.attend_cached(
                 q[:, None],  # [rows, 1, heads, dim]
                 cache.k,
                 cache.v,
                 cache_seqlens=plan.context_lens,
-                block_table=plan.block_table,
                 **options,
             )
             return output[:, 0]
@@ -131,14 +131,13 @@ class FlashAttention:
             cu_seqlens_k=plan.cu_seqlens_k,
             max_seqlen_q=plan.max_query_len,
             max_seqlen_k=plan.max_context,
-            block_table=plan.block_table,
             **options,
         )
 
-    def _row_tables(self, block_table: Tensor, slots: Tensor, max_context: int) -> Tensor:
+    def _row_tables(self, block_tables: Tensor, slots: Tensor, max_context: int) -> Tensor:
         """Gather the rows' block tables, truncated to `max_context`.
 
         flash-attn chooses the number of key splits from the width of the table.
         """
         width = -(-max_context // self.block_size)
-        return block_table[:, :width].index_select(0, slots)
+        return block_tables[:, :, :width].index_select(0, slots)

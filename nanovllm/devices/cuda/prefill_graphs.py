@@ -135,8 +135,9 @@ class PrefillGraphs:
         # `compile_ahead` runs steps without filling these buffers: zeros are valid in all of them.
         most, where = self.sizes[-1].num_tokens, device.torch_device
         self._input_ids = torch.zeros(most, dtype=torch.int32, device=where)
-        # Row 0: positions; row 1: slot_mapping.
-        self._token_columns = torch.zeros(2, most, dtype=torch.int64, device=where)
+        # Row 0: positions; the others: slot_mapping of each group.
+        num_groups = eager.input_batch.block_tables.shape[1]
+        self._token_columns = torch.zeros(1 + num_groups, most, dtype=torch.int64, device=where)
         self._graphs: dict[Bucket, Graph] = {}
 
     def warm_up(self) -> None:
@@ -194,16 +195,16 @@ class PrefillGraphs:
         write_words(input_batch.words, changes, self._columns[end : end + 1])
         parts = self._split(size)
         slots, token_positions = parts[0].view(2, -1)
-        positions, slot_mapping = self._token_columns[:, : size.num_tokens]
-        inputs = self._input_ids[: size.num_tokens], positions, slot_mapping
-        state = input_batch.tokens, input_batch.block_table, input_batch.rope_offsets
+        columns = self._token_columns[:, : size.num_tokens]
+        inputs = self._input_ids[: size.num_tokens], columns[0], columns[1:]
+        state = input_batch.tokens, input_batch.block_tables, input_batch.rope_offsets
         gather_tokens(slots, token_positions, *state, input_batch.block_size, inputs)
         plan = self.attention.chunk_plan(
-            input_batch.block_table, parts[1].view(3, -1), parts[2].view(4, -1), size.longest
+            input_batch.block_tables, parts[1].view(3, -1), parts[2].view(4, -1), size.longest
         )
         sampled_slots, index, context_lens = parts[3].view(3, -1)
         last = self.attention.decode_plan(
-            DecodeRows(input_batch.block_table, sampled_slots, context_lens, None)
+            DecodeRows(input_batch.block_tables, sampled_slots, context_lens, None)
         )
         sampled = SampledTokens(index.long(), last)
         recurrent = None

@@ -2,7 +2,7 @@
 
 Sequences share the KV-cache blocks that they got from the prefix cache when they were admitted.
 Rows are grouped by their first block; a group shares the leading blocks that all its rows have in
-common.
+common. All layers with full attention share alike, so the blocks of one of their groups tell.
 """
 
 from __future__ import annotations
@@ -28,10 +28,16 @@ class SharedPrefixes:
     """Tracks the blocks that each sequence was admitted with, and holds the kernels' tables."""
 
     def __init__(
-        self, device: CudaDevice, num_slots: int, max_blocks: int, block_size: int
+        self,
+        device: CudaDevice,
+        num_slots: int,
+        max_blocks: int,
+        block_size: int,
+        layer_group: int,  # a group of layers with full attention
     ) -> None:
         self.device = device
         self.block_size = block_size
+        self._layer_group = layer_group
         self._blocks = np.full((num_slots, max_blocks), NO_BLOCK, np.int32)
         self._slots: IntColumn | None = None  # slots of the last batch passed to `find`
         self._is_worth_it = False
@@ -42,7 +48,8 @@ class SharedPrefixes:
     def enter(self, new_rows: list[NewRow]) -> None:
         for row in new_rows:
             self._blocks[row.slot] = NO_BLOCK
-            self._blocks[row.slot, : len(row.block_ids)] = row.block_ids
+            block_ids = row.tables[self._layer_group]
+            self._blocks[row.slot, : len(block_ids)] = block_ids
         if new_rows:
             self._slots = None
 

@@ -33,7 +33,7 @@ from nanovllm.worker.device_interface import Device
 
 @dataclass(frozen=True, slots=True)
 class TritonPlan:
-    block_table: Tensor
+    block_tables: Tensor  # as in BatchRows
     decode: QueryRows | None
     prefill: QueryRows | None
     shared: SharedRows | None = None  # shared prefixes of the decode rows
@@ -55,14 +55,14 @@ class TritonAttention:
         order = np.argsort(~is_decode, kind="stable")
         sent = self.device.upload(columns.astype(np.int32)[:, order])
         decodes, prompts = sent[:3, :num_decodes], sent[:, num_decodes:]
-        return self.chunk_plan(rows.block_table, decodes, prompts, int(rows.counts.max(initial=0)))
+        return self.chunk_plan(rows.block_tables, decodes, prompts, int(rows.counts.max(initial=0)))
 
     def decode_plan(self, rows: DecodeRows) -> TritonPlan:
         decode = QueryRows(rows.slots, rows.context_lens, order=rows.order)
-        return TritonPlan(rows.block_table, decode, None, rows.shared, rows.max_context)
+        return TritonPlan(rows.block_tables, decode, None, rows.shared, rows.max_context)
 
     def chunk_plan(
-        self, block_table: Tensor, decodes: Tensor, prompts: Tensor, max_query_len: int
+        self, block_tables: Tensor, decodes: Tensor, prompts: Tensor, max_query_len: int
     ) -> TritonPlan:
         """Plan decode rows and prefill rows whose sizes only the device knows.
 
@@ -77,14 +77,14 @@ class TritonAttention:
         if prompts.shape[1]:
             slots, query_starts, context_lens, query_lens = prompts
             prefill = QueryRows(slots, context_lens, query_starts, query_lens, max_query_len)
-        return TritonPlan(block_table, decode, prefill)
+        return TritonPlan(block_tables, decode, prefill)
 
     def attend(self, q: Tensor, cache: LayerCache, plan: TritonPlan, spec: AttentionSpec) -> Tensor:
         out = torch.empty(q.shape, device=q.device, dtype=q.dtype)
         exponents: tuple[Tensor, Tensor] | tuple[()] = ()
         if cache.k_exponents is not None and cache.v_exponents is not None:
             exponents = cache.k_exponents, cache.v_exponents
-        paged = PagedCache(cache.k, cache.v, plan.block_table, exponents)
+        paged = PagedCache(cache.k, cache.v, plan.block_tables[:, cache.group], exponents)
         if plan.decode is not None:  # before prefill, which overwrites the output of padding rows
             self._decode(q, paged, plan, spec, out)
         if plan.prefill is not None:

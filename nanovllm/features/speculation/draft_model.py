@@ -93,7 +93,7 @@ def load_draft_model(
             f"the draft model {path} has {model_config.vocab_size} token ids, but the target "
             f"has {target.vocab_size}; use a draft model with the same vocabulary"
         )
-    return load_model(config, model_config, checkpoint, device.for_draft_model(config))
+    return load_model(config, model_config, checkpoint, device.for_draft_model(config), target)
 
 
 def decode_plan(slots: IntColumn, positions: IntColumn) -> StepPlan:

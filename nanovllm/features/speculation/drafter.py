@@ -153,8 +153,7 @@ class Drafter(Feature):
 
         Only decode rows whose tokens are all known on the host get any.
         """
-        blocks = self._blocks
-        num_free = seq.capacity - seq.num_tokens + blocks.num_free * blocks.block_size
+        num_free = seq.capacity - seq.num_tokens + self._blocks.num_free_tokens
         most = min(most, seq.max_len - seq.num_tokens - 1, num_free)
         if seq.num_pending or seq.num_computed < seq.num_tokens - 1 or most < 1:
             return []

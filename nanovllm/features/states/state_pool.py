@@ -15,7 +15,7 @@ from nanovllm.engine.feature import Feature
 from nanovllm.engine.step import StateCopy
 
 if TYPE_CHECKING:
-    from nanovllm.engine.block_manager import BlockManager
+    from nanovllm.engine.block_manager import BlockManager, Prefix
     from nanovllm.engine.scheduler import Scheduler, Step
     from nanovllm.engine.sequence import Sequence
 
@@ -24,7 +24,7 @@ INTERVAL = 1024  # tokens between two snapshots of a long prompt or output
 
 @dataclass(slots=True)
 class Snapshot:
-    block_id: int
+    block_id: int  # in the first group of layers
     state_id: int
     cost: int  # number of tokens to recompute without it
     priority: int  # the lowest is evicted first
@@ -38,7 +38,6 @@ class Progress:
     """What the pool knows about a sequence."""
 
     key: PromptKey
-    shared_len: int = 0  # length of the cached prefix at admission, with or without a snapshot
     snapshot_len: int = 0  # length of the longest prefix with a snapshot, `last` excluded
     last: Snapshot | None = None  # latest one in the output; the next one replaces it
 
@@ -83,7 +82,7 @@ class StatePool(Feature):
     def begin_step(self, scheduler: Scheduler, step: Step) -> None:
         for seq, length in self._due:
             # The sequence may have ended or been preempted in the meantime.
-            if seq.block_ids and seq.num_computed == length:
+            if seq.tables and seq.num_computed == length:
                 block_id = scheduler.blocks.newest_cached_block(seq)
                 if block_id is not None:
                     self._save(seq, length, block_id)
@@ -110,11 +109,10 @@ class StatePool(Feature):
                 self._ready.append(self._progress[seq.seq_id].key)
         step.state_copies, self._copies = self._copies, []
 
-    def usable_hits(self, seq: Sequence, hits: list[int]) -> list[int]:
+    def usable_hits(self, seq: Sequence, hits: list[Prefix]) -> list[Prefix]:
         """Return the cached blocks up to the last one with a snapshot."""
-        self._progress[seq.seq_id].shared_len = len(hits) * self.block_size
         for count in range(len(hits), 0, -1):
-            if hits[count - 1] in self.snapshots:
+            if hits[count - 1].block_ids[0] in self.snapshots:
                 return hits[:count]
         return []
 
@@ -128,7 +126,7 @@ class StatePool(Feature):
         if not self.counts.num_snapshots or end - start <= 1:
             return end
         next_regular = (start // self.interval + 1) * self.interval
-        ends = end, self._last_full(seq), self._progress[seq.seq_id].shared_len, next_regular
+        ends = end, self._last_full(seq), seq.shared_len, next_regular
         return min(each for each in ends if each > start)
 
     def ended(self, seq: Sequence) -> None:
@@ -158,7 +156,8 @@ class StatePool(Feature):
         """Initialize the state of a sequence that was assigned to a slot."""
         progress, source = self._progress[seq.seq_id], self.counts.initial_id
         if start:
-            snapshot = self.snapshots[seq.block_ids[start // self.block_size - 1]]
+            last_block = seq.tables[0].block_ids[start // self.block_size - 1]
+            snapshot = self.snapshots[last_block]
             snapshot.priority = self._clock + snapshot.cost
             source = snapshot.state_id
         progress.snapshot_len, progress.last = start, None
@@ -173,7 +172,7 @@ class StatePool(Feature):
         if not self.counts.num_snapshots:
             return
         is_regular = end % self.interval == 0 or end >= self._last_full(seq)
-        if is_regular or end == self._progress[seq.seq_id].shared_len:
+        if is_regular or end == seq.shared_len:
             self._due.append((seq, end))
 
     def _last_full(self, seq: Sequence) -> int:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from nanovllm.attention.backend import AttentionSpec
 from nanovllm.checkpoint.find import Checkpoint, is_mxfp4, stores_quantized
-from nanovllm.checkpoint.multimodal import NOT_TEXT
+from nanovllm.checkpoint.tensor_names import NOT_TEXT
 from nanovllm.config import (
     DTYPES,
     ConfigJson,
@@ -87,7 +87,7 @@ def read_config(config: ConfigJson) -> ModelConfig:
         num_heads=max(call.num_heads for call in calls),
         num_kv_heads=max(call.num_kv_heads for call in calls),
         head_dim=head_dim + head_dim % 2,
-        layers=tuple(LayerAttention(RopeConfig(0.0), call.spec.window) for call in calls),
+        layers=tuple(layer_attention(call, calls) for call in calls),
         tie_word_embeddings=bool(read_field("tie_word_embeddings", False)),
         max_position_embeddings=read_field("max_position_embeddings", None) or INT32_MAX,
         dtype=dtype if dtype in DTYPES else "float32",
@@ -219,6 +219,7 @@ class AttentionCall:
     num_kv_heads: int
     head_dim: int
     spec: AttentionSpec
+    k: Tensor
     problem: str | None
 
 
@@ -240,8 +241,15 @@ def record_call(
         problem = "it has cross attention"
     layer_index, head_dim = getattr(module, "layer_idx", None), max(k.shape[3], v.shape[3])
     sizes = q.shape[1], k.shape[1], head_dim
-    calls.append(AttentionCall(layer_index, *sizes, attention_spec(q, options), problem))
+    calls.append(AttentionCall(layer_index, *sizes, attention_spec(q, options), k, problem))
     return q.new_empty(1, q.shape[2], q.shape[1], v.shape[3])
+
+
+def layer_attention(call: AttentionCall, calls: list[AttentionCall]) -> LayerAttention:
+    """Return a layer's window, and the earlier layer whose keys and values it uses, if any."""
+    [first, *_] = [each for each in calls if each.k is call.k and each.spec == call.spec]
+    shared = None if first is call else first.layer_index
+    return LayerAttention(RopeConfig(0.0), call.spec.window, shared)
 
 
 def build_model(config: ModelConfig, build: BuildContext) -> TransformersModel:

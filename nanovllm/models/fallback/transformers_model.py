@@ -173,7 +173,8 @@ class PagedAttention:
         cache = batch.caches[module.layer_idx]
         rows = torch.cat([self._pad(*each) for each in zip(qkv, counts, strict=True)], 1)
         positions = torch.zeros_like(batch.positions)
-        self.ops.rope_write(rows, None, self.no_rotation, positions, cache, batch.slot_mapping)
+        slot_mapping = batch.slot_mapping[cache.group]
+        self.ops.rope_write(rows, None, self.no_rotation, positions, cache, slot_mapping)
         spec = attention_spec(q, options)
         if spec.sinks is not None and num_q > num_heads:
             spec = replace(spec, sinks=F.pad(spec.sinks, (0, num_q - num_heads)))

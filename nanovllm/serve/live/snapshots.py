@@ -61,7 +61,7 @@ def _sequence(seq: Sequence, status: SequenceStatus) -> SequenceState:
         seq.num_computed,
         len(seq.token_ids),
         _microseconds(seq.request.arrival_time),
-        list(seq.block_ids),
+        seq.block_ids,
     )
 
 

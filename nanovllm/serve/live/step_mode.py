@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.block_manager import NO_BLOCK, BlockManager
 from nanovllm.engine.core import EngineCore
 from nanovllm.engine.feature import Feature
 from nanovllm.engine.scheduler import Scheduler, Step
@@ -43,7 +43,7 @@ class StepMode:
         self.num_steps = 0  # number of steps to run before the engine pauses again
         self._core = core
         self._before: EngineState | None = None
-        self._recorder = PlanRecorder()
+        self._recorder = PlanRecorder(core.scheduler.blocks.block_size)
         core.scheduler.features += (self._recorder,)
 
     def end(self) -> None:
@@ -70,12 +70,15 @@ class StepMode:
         blocks = self._core.scheduler.blocks
         size = blocks.block_size
         found: dict[int, list[int]] = {
-            prefix.block_id: np.frombuffer(prefix.key.tokens, np.int32).tolist()
+            block_id: np.frombuffer(prefix.key.tokens, np.int32).tolist()
             for prefix in blocks.cached.values()
+            for block_id in prefix.block_ids
+            if block_id != NO_BLOCK
         }
         for seq in self._core.scheduler.running.values():
-            for index, block_id in enumerate(seq.block_ids):
-                found[block_id] = seq.token_ids[index * size : (index + 1) * size].tolist()
+            for table in seq.tables:
+                for index, block_id in enumerate(table.held, table.first):
+                    found[block_id] = seq.token_ids[index * size : (index + 1) * size].tolist()
         return found
 
 
@@ -90,13 +93,15 @@ class PlannedRow:
     is_new: bool  # whether the plan admits the sequence
     kind: str  # "prefill", "decode", or "recompute" after a preemption
     block_ids: list[int]
+    cached_ids: list[int]  # those of the tokens before `start`
     token_ids: list[int] = field(default_factory=list)  # sampled tokens, once the step has run
 
 
 class PlanRecorder(Feature):
     """Records the rows of the last two plans."""
 
-    def __init__(self) -> None:
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
         # Rows of the plans since the last snapshot; only the last two plans are kept.
         self.plans: list[list[PlannedRow]] = []
         self._in_flight: deque[tuple[Step, list[PlannedRow]]] = deque(maxlen=2)
@@ -112,7 +117,8 @@ class PlanRecorder(Feature):
                 count,
                 seq.slot in new_slots,
                 _kind(seq, start, count - max(num_logits - 1, 0)),
-                list(seq.block_ids),
+                seq.block_ids,
+                _blocks_before(seq, start // self._block_size),
             )
             for seq, start, count, num_logits in zip(*columns, strict=True)
         ]
@@ -134,6 +140,11 @@ def compare(before: EngineState, after: EngineState, rows: list[PlannedRow]) -> 
     changes = chain(_sequence_changes(before, after, rows), _block_changes(before, after, rows))
     order = list(FUNCTIONS)
     return sorted(changes, key=lambda change: order.index(change.kind))
+
+
+def _blocks_before(seq: Sequence, end: int) -> list[int]:
+    """Return the blocks that a sequence holds in front of index `end` of its tables."""
+    return [each for table in seq.tables for each in table.block_ids[table.first : end]]
 
 
 def _kind(seq: Sequence, start: int, count: int) -> str:
@@ -172,22 +183,22 @@ def _block_changes(
     before: EngineState, after: EngineState, rows: list[PlannedRow]
 ) -> Iterator[Change]:
     tables, kept = _running(before), _running(after)
-    left = {seq_id: block_ids for seq_id, block_ids in tables.items() if seq_id not in kept}
+    left = dict(tables)  # blocks that a sequence held, and may have freed
     taken: set[int] = set()  # blocks allocated by the plan
     for row in rows:
         known = tables.get(row.seq_id, [])
         if row.is_new:
-            left[row.seq_id] = known  # its old blocks, if the same plan preempted it
-            known = row.block_ids[: row.start // after.block_size]
+            known = row.cached_ids
             if known:
                 is_filled = all(before.cached[i] and i not in taken for i in known)
                 note = "computed in an earlier step" if is_filled else "filled in this step"
                 yield _change("shared", row.seq_id, known, note)
-        if len(row.block_ids) > len(known):
-            yield _change("allocated", row.seq_id, row.block_ids[len(known) :])
-        taken.update(row.block_ids[len(known) :])
+        new_ids = [block_id for block_id in row.block_ids if block_id not in known]
+        if new_ids:
+            yield _change("allocated", row.seq_id, new_ids)
+        taken.update(new_ids)
         if row.seq_id not in kept:
-            left[row.seq_id] = [*left[row.seq_id], *row.block_ids]
+            left[row.seq_id] = [*left.get(row.seq_id, []), *row.block_ids]
     # A block may be freed by one sequence and allocated by another in the same step.
     held = set(chain.from_iterable(kept.values())) - taken
     for seq_id, block_ids in left.items():

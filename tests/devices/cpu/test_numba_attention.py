@@ -192,7 +192,7 @@ def test_a_row_does_not_depend_on_its_neighbors(make_backend: MakeBackend) -> No
     together, offset = case.run(backend), 0
     for row, (_, count) in enumerate(mix):
         part = slice(offset, offset + count)
-        table = case.rows.block_table.numpy()[row : row + 1]
+        table = case.rows.block_tables[:, 0].numpy()[row : row + 1]
         rows = batch_rows(case.rows.starts[row : row + 1], case.rows.counts[row : row + 1], table)
         alone = Case(rows, case.cache, case.qkv[part], [])
         torch.testing.assert_close(alone.run(backend), together[part])
@@ -209,7 +209,7 @@ def test_chunks_equal_the_whole(make_backend: MakeBackend) -> None:
         for size in sizes:
             part = slice(start, start + size)
             column = np.array([start], np.int32), np.array([size], np.int32)
-            rows = batch_rows(*column, whole.rows.block_table.numpy())
+            rows = batch_rows(*column, whole.rows.block_tables[:, 0].numpy())
             outputs.append(Case(rows, cache, whole.qkv[part], []).run(backend))
             start += size
         torch.testing.assert_close(torch.cat(outputs), want)
@@ -219,7 +219,7 @@ def test_rows_may_share_blocks_written_in_the_same_step(make_backend: MakeBacken
     """The first row writes the prefix of the second row, which starts in shared blocks."""
     writer = make_case([(0, 40)])
     qkv = torch.cat((writer.qkv, writer.qkv[32:]))
-    table = np.concatenate([writer.rows.block_table.numpy()] * 2)
+    table = np.concatenate([writer.rows.block_tables[:, 0].numpy()] * 2)
     table[1, 2] = next(i for i in range(1, len(writer.cache.k)) if i not in table[0, :3])
     rows = batch_rows(np.array([0, 32], np.int32), np.array([40, 8], np.int32), table)
     output = Case(rows, writer.cache, qkv, []).run(make_backend(16, torch.float32))
@@ -242,10 +242,22 @@ def test_blocks_of_no_row_are_never_read(make_backend: MakeBackend, mix: str) ->
     case = make_case(MIXES[mix])
     used = {0}
     for row, end in zip(
-        case.rows.block_table.numpy(), case.rows.starts + case.rows.counts, strict=True
+        case.rows.block_tables[:, 0].numpy(), case.rows.starts + case.rows.counts, strict=True
     ):
         used |= set(row[: -(-int(end) // 16)].tolist())
     for block_id in set(range(len(case.cache.k))) - used:
+        case.cache.k[block_id] = case.cache.v[block_id] = math.nan
+    assert_equals_reference(case, make_backend)
+
+
+@pytest.mark.parametrize("start", [63, 64, 65, 90])
+@pytest.mark.parametrize("count", [1, 30])
+def test_blocks_before_a_window_are_never_read(
+    make_backend: MakeBackend, start: int, count: int
+) -> None:
+    """The window has freed them, so another sequence may write NaN to them."""
+    case = make_case([(start, count)], window=20)
+    for block_id in case.rows.block_tables[0, 0, : (start - 19) // 16].tolist():
         case.cache.k[block_id] = case.cache.v[block_id] = math.nan
     assert_equals_reference(case, make_backend)
 
@@ -290,7 +302,7 @@ def test_a_stale_tail_does_not_break_a_chunk(
     backend, case = make_backend(16, dtype), make_case([(20, 5)], dtype=dtype)
     filler = make_case([(0, 32)], dtype=dtype)
     filler.qkv.fill_(value)
-    block_ids = case.rows.block_table.numpy()[0, :2].tolist()
+    block_ids = case.rows.block_tables[:, 0].numpy()[0, :2].tolist()
     past = LayerCache(case.cache.k.clone(), case.cache.v.clone())
     Case(healthy_row(32, block_ids), case.cache, filler.qkv, []).run(backend)
     for cached, old in ((case.cache.k, past.k), (case.cache.v, past.v)):

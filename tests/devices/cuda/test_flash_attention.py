@@ -72,9 +72,9 @@ def test_last_tokens(flash: FlashAttention) -> None:
 def test_rows_are_lines_of_the_table_by_slot(flash: FlashAttention, counts: list[int]) -> None:
     case = make_case(list(zip([300, 0, 70], counts, strict=True)), block_size=256)
     want = case.run(Backend(TorchOps(), flash))
-    table = torch.full((7, case.rows.block_table.shape[1]), 10**6, dtype=torch.int32)
+    table = torch.full((7, *case.rows.block_tables.shape[1:]), 10**6, dtype=torch.int32)
     slots = np.array([5, 0, 3], np.int32)
-    table[slots] = case.rows.block_table
+    table[slots] = case.rows.block_tables
     rows = type(case.rows)(slots, case.rows.starts, case.rows.counts, table)
     output = flash.attend(case.queries(), case.cache, flash.plan(rows), case.spec)
     torch.testing.assert_close(output, want)
@@ -86,7 +86,7 @@ def test_the_plan_of_a_graph_equals_that_of_a_step(flash: FlashAttention) -> Non
     want = case.run(Backend(TorchOps(), flash))
     slots = torch.arange(3, dtype=torch.int32)
     context_lens = torch.tensor([301, 3, 0], dtype=torch.int32)
-    rows = DecodeRows(case.rows.block_table, slots, context_lens, slots)
+    rows = DecodeRows(case.rows.block_tables, slots, context_lens, slots)
     plan = flash.decode_plan(rows)
     output = flash.attend(case.queries(), case.cache, plan, case.spec)
     torch.testing.assert_close(output[:2], want[:2])

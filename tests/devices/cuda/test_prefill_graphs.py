@@ -55,7 +55,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @dataclass(frozen=True)
 class ChunkRows:
-    block_table: Tensor
+    block_tables: Tensor
     decodes: Tensor
     prompts: Tensor
     max_query_len: int
@@ -65,14 +65,14 @@ class ReferenceChunks(SdpaAttention):
     """The reference of the attention kernels over the rows of a step, including padding."""
 
     def chunk_plan(
-        self, block_table: Tensor, decodes: Tensor, prompts: Tensor, max_query_len: int
+        self, block_tables: Tensor, decodes: Tensor, prompts: Tensor, max_query_len: int
     ) -> ChunkRows:
-        return ChunkRows(block_table, decodes, prompts, max_query_len)
+        return ChunkRows(block_tables, decodes, prompts, max_query_len)
 
     def decode_plan(self, rows: DecodeRows) -> ChunkRows:
         tokens = torch.arange(len(rows.slots), dtype=torch.int32)
         decodes = torch.stack((rows.slots, tokens, rows.context_lens))
-        return ChunkRows(rows.block_table, decodes, torch.zeros((4, 0), dtype=torch.int32), 1)
+        return ChunkRows(rows.block_tables, decodes, torch.zeros((4, 0), dtype=torch.int32), 1)
 
     def attend(self, q: Tensor, cache: LayerCache, plan: Any, spec: AttentionSpec) -> Tensor:
         if not isinstance(plan, ChunkRows):
@@ -80,9 +80,10 @@ class ReferenceChunks(SdpaAttention):
         slots, tokens, context_lens = plan.decodes
         columns = torch.stack((slots, tokens, context_lens, torch.ones_like(tokens)))
         out = torch.full_like(q, torch.nan)  # padding's output must have no effect
+        block_table = plan.block_tables[:, cache.group]
         for rows in (columns, plan.prompts):
             by_row = rows[[0, 1, 3, 2]]  # the reference takes counts before context lengths
-            part = reference_attention(q, cache.k, cache.v, plan.block_table, *by_row, spec)
+            part = reference_attention(q, cache.k, cache.v, block_table, *by_row, spec)
             for _, start, _, count in rows.T.tolist():  # padding also writes zeros
                 assert count <= plan.max_query_len
                 out[start : start + count] = part[start : start + count]
@@ -216,14 +217,14 @@ def plain_gather_tokens(
     slots: Tensor,
     positions: Tensor,
     tokens: Tensor,
-    block_table: Tensor,
+    block_tables: Tensor,
     rope_offsets: Tensor,
     block_size: int,
     columns: tuple[Tensor, Tensor, Tensor],
 ) -> None:
-    tables: Any = SimpleNamespace(tokens=tokens, block_table=block_table, block_size=block_size)
+    tables: Any = SimpleNamespace(tokens=tokens, block_tables=block_tables, block_size=block_size)
     input_ids, slot_mapping = look_up(tables, slots.long(), positions.long())
-    slot_mapping[slots == len(tokens) - 1] = -1
+    slot_mapping[:, slots == len(tokens) - 1] = -1
     positions = positions + rope_offsets[slots.long()]
     for column, found in zip(columns, (input_ids, positions, slot_mapping), strict=True):
         column.copy_(found)

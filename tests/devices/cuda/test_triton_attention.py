@@ -46,8 +46,8 @@ def on_device(
     case.write(TorchOps())
     want, rows = case.reference(), case.rows
     cache = LayerCache(case.cache.k.cuda(), case.cache.v.cuda())
-    table = rows.block_table.cuda()
-    device_rows = BatchRows(rows.slots, rows.starts, rows.counts, table)
+    tables = rows.block_tables.cuda()
+    device_rows = BatchRows(rows.slots, rows.starts, rows.counts, tables)
     return Case(device_rows, cache, case.qkv.cuda(), [], case.spec), want
 
 
@@ -80,8 +80,8 @@ def test_a_graph_reads_its_rows_anew(name: str) -> None:
     order = torch.arange(3, dtype=torch.int32, device="cuda")
 
     def run() -> torch.Tensor:
-        table = case.rows.block_table
-        rows = DecodeRows(table, slots, context_lens, order)
+        tables = case.rows.block_tables
+        rows = DecodeRows(tables, slots, context_lens, order)
         plan = attention.decode_plan(rows)
         return attention.attend(case.queries(), case.cache, plan, case.spec)
 

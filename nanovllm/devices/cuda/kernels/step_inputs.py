@@ -13,7 +13,7 @@ def gather_decode(
     slots: Tensor,
     lengths: Tensor,
     tokens: Tensor,
-    block_table: Tensor,
+    block_tables: Tensor,
     rope_offsets: Tensor,
     block_size: int,
     columns: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
@@ -21,14 +21,16 @@ def gather_decode(
     """Gather the inputs of a decode step; a slot of length 0 is padding.
 
     A row runs the last token of its slot. If n rows have the same slot, they run its last n tokens.
-    `columns` are the output tensors: tokens, positions plus `rope_offsets`, slot_mapping and
-    context lengths of the rows, and the row indices sorted by sequence length, longest first.
+    `columns` are the output tensors: tokens, positions plus `rope_offsets`, slot_mapping
+    [groups, rows] and context lengths of the rows, and the row indices sorted by sequence length,
+    longest first.
     """
     num_rows = len(slots)
     block = min(triton.next_power_of_2(num_rows), 128)
     _gather[(triton.cdiv(num_rows, block),)](
-        *(slots, None, lengths, tokens, block_table, rope_offsets, columns),
-        *(num_rows, None, tokens.stride(0), block_table.stride(0)),
+        *(slots, None, lengths, tokens, block_tables, rope_offsets, columns),
+        *(num_rows, None, tokens.stride(0), *block_tables.stride()[:2], columns[2].stride(0)),
+        NUM_GROUPS=block_tables.shape[1],
         BLOCK_SIZE=block_size,
         BLOCK=block,
         **launch_options(slots, num_rows),
@@ -39,7 +41,7 @@ def gather_tokens(
     slots: Tensor,
     positions: Tensor,
     tokens: Tensor,
-    block_table: Tensor,
+    block_tables: Tensor,
     rope_offsets: Tensor,
     block_size: int,
     columns: tuple[Tensor, Tensor, Tensor],
@@ -48,12 +50,14 @@ def gather_tokens(
 
     `slots` and `positions` are int32. The last slot of the tables is padding, for which the token
     is 0 and slot_mapping is -1. `columns` are the output tensors: tokens, positions (int64) plus
-    `rope_offsets`, and slot_mapping.
+    `rope_offsets`, and slot_mapping [groups, tokens].
     """
     num_tokens, block = len(slots), 256
     _gather[(triton.cdiv(num_tokens, block),)](
-        *(slots, positions, None, tokens, block_table, rope_offsets, columns),
-        *(num_tokens, len(tokens) - 1, tokens.stride(0), block_table.stride(0)),
+        *(slots, positions, None, tokens, block_tables, rope_offsets, columns),
+        *(num_tokens, len(tokens) - 1, tokens.stride(0), *block_tables.stride()[:2]),
+        columns[2].stride(0),
+        NUM_GROUPS=block_tables.shape[1],
         BLOCK_SIZE=block_size,
         BLOCK=block,
         OVERLAP=False,
@@ -75,13 +79,16 @@ def _gather(  # type: ignore[no-untyped-def]
     positions,
     lengths,
     tokens,
-    block_table,
+    block_tables,
     rope_offsets,
     columns,
     num_rows,
     padding,
     tokens_stride,
-    table_stride,
+    slot_stride,
+    group_stride,
+    mapping_stride,
+    NUM_GROUPS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -100,13 +107,14 @@ def _gather(  # type: ignore[no-untyped-def]
         position = tl.load(positions + row, mask=mask, other=0)
         is_used = mask & (slot != padding)
     token = tl.load(tokens + slot * tokens_stride + position, mask=is_used, other=0)
-    blocks = block_table + slot * table_stride
-    block = tl.load(blocks + position // BLOCK_SIZE, mask=is_used, other=0).to(tl.int64)
-    cache_slot = tl.where(is_used, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
+    entry = block_tables + slot * slot_stride + position // BLOCK_SIZE
+    for group in tl.static_range(NUM_GROUPS):
+        block = tl.load(entry + group * group_stride, mask=is_used, other=0).to(tl.int64)
+        cache_slot = tl.where(is_used, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
+        tl.store(columns[2] + group * mapping_stride + row, cache_slot, mask=mask)
     tl.store(columns[0] + row, token, mask=mask)
     offset = tl.load(rope_offsets + slot, mask=is_used, other=0)
     tl.store(columns[1] + row, (position + offset).to(tl.int64), mask=mask)
-    tl.store(columns[2] + row, cache_slot, mask=mask)
     if positions is None:
         tl.store(columns[3] + row, length, mask=mask)
         tl.store(columns[4] + rank, row, mask=mask)

@@ -276,16 +276,25 @@ def check_gather_decode(device: str) -> None:
 
 
 def gathered(slots: Tensor, lengths: Tensor) -> list[list[int]]:
-    """Return gather_decode's results if token i of slot s is 64 s + i and block i is 4 s + i."""
+    """Return gather_decode's results if token i of slot s is 64 s + i and block i is 4 s + i.
+
+    In a second group, block i is 4 s + i + 1000.
+    """
     num_lines, num_rows, device = len(lengths), len(slots), slots.device
     tokens = torch.arange(num_lines * 64, dtype=torch.int32, device=device).view(num_lines, 64)
-    block_table = torch.arange(num_lines * 4, dtype=torch.int32, device=device).view(num_lines, 4)
+    first = torch.arange(num_lines * 4, dtype=torch.int32, device=device).view(num_lines, 4)
+    block_tables = torch.stack((first, first + 1000), 1)
     input_ids, context_lens, order = torch.zeros(3, num_rows, dtype=torch.int32, device=device)
-    positions, slot_mapping = torch.zeros(2, num_rows, dtype=torch.int64, device=device)
-    columns = (input_ids, positions, slot_mapping, context_lens, order)
+    positions, *mappings = token_columns = torch.zeros(
+        3, num_rows, dtype=torch.int64, device=device
+    )
+    columns = (input_ids, positions, token_columns[1:], context_lens, order)
     offsets = 1000 * torch.arange(num_lines, dtype=torch.int32, device=device)
-    gather_decode(slots, lengths, tokens, block_table, offsets, 16, columns)
+    gather_decode(slots, lengths, tokens, block_tables, offsets, 16, columns)
     positions -= offsets[slots.long()] * (context_lens > 0)
+    distance = torch.where(mappings[0] < 0, 0, 1000 * 16)
+    assert mappings[1].tolist() == (mappings[0] + distance).tolist()
+    columns = (input_ids, positions, mappings[0], context_lens, order)
     return [column.tolist() for column in columns]
 
 
@@ -294,21 +303,24 @@ def check_gather_tokens(device: str) -> None:
     generator = torch.Generator().manual_seed(0)
     num_slots, block_size = 5, 16
     tokens = torch.randint(0, 1000, (num_slots + 1, 64), generator=generator).int()
-    block_table = torch.randint(0, 99, (num_slots + 1, 4), generator=generator).int()
+    block_tables = torch.randint(0, 99, (num_slots + 1, 3, 4), generator=generator).int()
     for num_tokens in (1, 256, 700):
         sent = torch.randint(0, num_slots + 1, (2 * num_tokens + 1,), generator=generator).int()
         sent[1 + num_tokens :] = torch.randint(0, 64, (num_tokens,), generator=generator)
         slots, positions = sent[1:].long().view(2, -1)
-        tables: Any = SimpleNamespace(tokens=tokens, block_table=block_table, block_size=block_size)
+        tables: Any = SimpleNamespace(
+            tokens=tokens, block_tables=block_tables, block_size=block_size
+        )
         input_ids, slot_mapping = look_up(tables, slots, positions)
-        input_ids[slots == num_slots], slot_mapping[slots == num_slots] = 0, -1  # padding
+        input_ids[slots == num_slots], slot_mapping[:, slots == num_slots] = 0, -1  # padding
         columns = sent.to(device)[1:].view(2, -1)
-        got = tuple(torch.zeros_like(x, device=device) for x in (input_ids, positions, positions))
+        wanted = input_ids, positions, slot_mapping
+        got = tuple(torch.zeros_like(x, device=device) for x in wanted)
         offsets = torch.arange(num_slots + 1, dtype=torch.int32)
-        state = (each.to(device) for each in (tokens, block_table, offsets))
+        state = (each.to(device) for each in (tokens, block_tables, offsets))
         gather_tokens(*columns, *state, block_size, got)
         positions += offsets[slots] * (slots < num_slots)
-        for mine, want in zip(got, (input_ids, positions, slot_mapping), strict=True):
+        for mine, want in zip(got, wanted, strict=True):
             assert mine.dtype == want.dtype
             assert mine.tolist() == want.tolist()
 
