@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.config import EngineConfig, ModelConfig
+from nanovllm.engine.executor import Windows
 from nanovllm.layers.shards import split_kv_heads
 from nanovllm.ops.fp8 import FP8
 from nanovllm.ops.interface import LayerCache
@@ -19,9 +20,6 @@ from nanovllm.ops.tp_group import TPGroup
 from nanovllm.worker.device_interface import Device
 
 logger = logging.getLogger(__name__)
-
-
-Windows = tuple[int | None, ...]  # one per group of layers; None: full attention
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from nanovllm.config import EngineConfig, LayerAttention, ModelConfig
+from nanovllm.engine.executor import Windows
 from nanovllm.models.registry import read_config
 from nanovllm.ops.fp8 import FP8
 from nanovllm.worker.kv_cache import (
     KVCacheSpec,
     Place,
-    Windows,
     join_groups,
     split_layers,
     wanted_blocks,
