@@ -146,6 +146,8 @@ def test_the_text_model_of_gemma_4(tmp_path: Path) -> None:
     want = [checkpoint.generate(prompt, MAX_TOKENS) for prompt in make_prompts()]
     with LLM(str(tmp_path), **SMALL) as llm:
         assert llm.engine.model_config.architecture == "Gemma4ForCausalLM"
+        shared = [layer.cache_layer for layer in llm.engine.model_config.layers]
+        assert shared == [None, None, 0, 1]
         outputs = llm.generate(make_prompts(), GREEDY, use_tqdm=False)
     assert [output.token_ids for output in outputs] == want
 
