@@ -46,7 +46,7 @@ def run_once(llm: LLM, workload: Workload, cache_salt: str, **params: Any) -> Ti
     add_workload(llm, workload, cache_salt, **params)
     outputs: list[RequestOutput] = []
     num_left, num_steps, decode_start = workload.num_prompt_tokens, 0, start
-    engine = llm.engine  # step it directly: passing results between threads is not measured
+    engine = llm.added  # step it directly: passing results between threads is not measured
     while not engine.is_finished():
         step = engine.step()
         outputs += step.finished
@@ -67,7 +67,7 @@ def add_workload(llm: LLM, workload: Workload, cache_salt: str, **params: Any) -
     usual = {"temperature": TEMPERATURE, "ignore_eos": True}
     for prompt, max_tokens in zip(workload.prompts, workload.max_tokens, strict=True):
         own = SamplingParams(**(usual | params), max_tokens=max_tokens)
-        llm.engine.submit(llm.engine.prepare(prompt, own, cache_salt=cache_salt))
+        llm.added.submit(llm.engine.prepare(prompt, own, cache_salt=cache_salt))
 
 
 def check_fits(llm: LLM, workload: Workload) -> None:

@@ -246,7 +246,7 @@ def create_executor(
     config: EngineConfig, model_config: ModelConfig, checkpoint: Checkpoint
 ) -> Executor:
     """Create a worker in this process, or workers in other processes or on a Ray cluster."""
-    if config.distributed_executor_backend == "ray" or config.tensor_parallel_size > 1:
+    if _has_rank_processes(config):
         from nanovllm.parallel.multiproc_executor import MultiprocExecutor
 
         return MultiprocExecutor(config, model_config, checkpoint, build_worker)
@@ -269,11 +269,15 @@ def build_worker(task: WorkerTask, rank: int) -> Executor:
 
 def _check_device(config: EngineConfig) -> Device | None:
     """Return the device to check a model against; None if only rank processes may use one."""
-    if not _has_devices():
+    if not _has_devices() or not _has_rank_processes(config):
         return _create_device(config)
-    from nanovllm.devices.choose import check_device
+    from nanovllm.devices.ranks import check_devices
 
-    return check_device(config)
+    return check_devices(config)
+
+
+def _has_rank_processes(config: EngineConfig) -> bool:
+    return config.distributed_executor_backend == "ray" or config.tensor_parallel_size > 1
 
 
 def _create_device(config: EngineConfig) -> Device:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from nanovllm.assembly import create_input_processor, engine_config, resolve_model, start_core
 from nanovllm.config import EngineConfig
+from nanovllm.engine.added_requests import AddedRequests
 from nanovllm.engine.conversations import ChatOptions, Messages, prompts_of, template_options
 from nanovllm.engine.engine_thread import EngineThread
 from nanovllm.engine.output_processor import RequestState
@@ -54,6 +55,7 @@ class LLM:
 
     def __init__(self, model: str | Path, **options: Unpack[EngineOptions]) -> None:
         self.engine = create_engine(engine_config(model, options))
+        self.added = AddedRequests(self.engine)
         # Close the engine when this object is collected or the interpreter exits.
         weakref.finalize(self, self.engine.close)
         self.engine.start()
@@ -207,7 +209,7 @@ class LLM:
         state = self.engine.prepare(
             prompt, params, cache_salt, is_streaming=True, request_id=request_id
         )
-        self.engine.call(partial(self.engine.submit, state))
+        self.engine.call(partial(self.added.submit, state))
         return state.seq_id
 
     def step(self) -> StepOutput:
@@ -215,22 +217,22 @@ class LLM:
 
         `pieces` holds the new tokens and text, `finished` the outputs of requests that finished.
         """
-        return self.engine.call(self.engine.step)
+        return self.engine.call(self.added.step)
 
     def is_finished(self) -> bool:
         """Return whether all requests have finished, and `step` has returned their outputs."""
-        return self.engine.call(self.engine.is_finished)
+        return self.engine.call(self.added.is_finished)
 
     def abort(self, seq_id: int | str) -> RequestOutput | None:
         """Abort a request, given its seq_id or request_id.
 
         Returns its partial output, or None if it is not running.
         """
-        return self.engine.call(partial(self.engine.abort, seq_id))
+        return self.engine.call(partial(self.added.abort, seq_id))
 
     def abort_all(self) -> list[RequestOutput]:
         """Abort all requests of all callers; return their partial outputs."""
-        return self.engine.call(self.engine.abort_all)
+        return self.engine.call(self.added.abort_all)
 
     def close(self) -> None:
         """Free the model and its KV cache after the current step; later calls do nothing."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from nanovllm.errors import ConfigError
+from nanovllm.logits_options import as_bias, as_processors
 from nanovllm.structured_outputs import check_structured
 from nanovllm.validation import as_python, check_types, option, require, suggest_fields
 
@@ -94,8 +94,11 @@ class SamplingParams:
         if self.allowed_token_ids is not None:
             allowed = _as_tuple("allowed_token_ids", self.allowed_token_ids, int)
             object.__setattr__(self, "allowed_token_ids", allowed)
-        object.__setattr__(self, "logit_bias", _as_bias(self.logit_bias))
-        object.__setattr__(self, "logits_processors", _as_processors(self.logits_processors))
+        if self.logit_bias is not None:
+            object.__setattr__(self, "logit_bias", as_bias(self.logit_bias))
+        if self.logits_processors != ():
+            processors = as_processors(self.logits_processors)
+            object.__setattr__(self, "logits_processors", processors)
         object.__setattr__(self, "top_k", 0 if self.top_k == -1 else self.top_k)
         self._check_ranges()
         if self.structured_outputs is not None:
@@ -162,28 +165,6 @@ class SamplingParams:
 
     def _require(self, name: str, is_valid: bool, expected: str) -> None:
         require(is_valid, name, expected, getattr(self, name), ConfigError)
-
-
-def _as_bias(value: Any) -> dict[int, float] | None:
-    """Convert a bias to a dict; token ids may be strings of digits, as JSON keys are."""
-    if value is None:
-        return None
-    try:
-        pairs = [(int(str(key)), as_python(each)) for key, each in value.items()]
-        bias = {key: float(each) for key, each in pairs if not isinstance(each, str)}
-    except (AttributeError, TypeError, ValueError, OverflowError):
-        pairs, bias = [(0, 0)], {}
-    is_valid = len(bias) == len(pairs)
-    require(is_valid, "logit_bias", "numbers in [-100, 100] keyed by token id", value, ConfigError)
-    return bias
-
-
-def _as_processors(value: Any) -> tuple[Any, ...]:
-    items = tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (None,)
-    is_valid = all(callable(each) or re.fullmatch(r"[\w.]+:[\w.]+", str(each)) for each in items)
-    expected = "a list of functions or of their names as 'module:function'"
-    require(is_valid, "logits_processors", expected, value, ConfigError)
-    return items
 
 
 def _as_tuple(name: str, value: Any, item_type: type) -> tuple[Any, ...]:

@@ -12,6 +12,7 @@ import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import EngineConfig
+from nanovllm.engine.added_requests import AddedRequests
 from nanovllm.errors import RequestError
 from nanovllm.llm import create_engine
 from tests.checkpoints import MIN_GAP, VOCAB_SIZE, TinyCheckpoint
@@ -162,13 +163,14 @@ def test_bad_words_of_several_tokens(tiny: Any, device: str, depth: int) -> None
     assert all(a != b for a, b in zip(free, want, strict=True))
     config = EngineConfig(str(checkpoint.path), device=device, depth=depth, **OPTIONS)
     engine = create_engine(config)
+    added = AddedRequests(engine)
     for prompt, bad in zip(prompts, words, strict=True):
         live = engine.prepare(prompt, greedy({}))
         live.completions[0].request = replace(live.completions[0].request, bad_words=bad)
-        engine.submit(live)
+        added.submit(live)
     answers = {}
-    while not engine.is_finished():
-        answers |= {output.seq_id: output.token_ids for output in engine.step().finished}
+    while not added.is_finished():
+        answers |= {output.seq_id: output.token_ids for output in added.step().finished}
     engine.close()
     assert [answers[seq_id] for seq_id in sorted(answers)] == want
 

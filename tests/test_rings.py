@@ -21,13 +21,13 @@ from tests.models.transformers_families import make_config
 
 PACKAGE = Path(__file__).parent.parent / "nanovllm"
 RINGS = [
-    "errors validation structured_outputs sampling_params outputs config",
+    "errors validation structured_outputs logits_options sampling_params outputs config",
     *("engine", "ops", "checkpoint", "attention", "layers", "models", "worker"),  # the core
     *("devices", "features", "parallel", "assembly", "llm"),
     *("serve", "async_llm", "batch", "cli", "ray"),
 ]
 OUTER = ("devices", "features", "parallel", "serve", "batch", "cli", "ray")
-OPEN = {"nanovllm.devices.choose", "nanovllm.devices.replica_share"}
+OPEN = {f"nanovllm.devices.{name}" for name in ("choose", "cuda.energy", "ranks", "replica_share")}
 LEVELS = {name: level for level, names in enumerate(RINGS) for name in names.split()}
 
 

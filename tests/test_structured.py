@@ -525,12 +525,12 @@ def test_samples_wait_for_their_grammar(path: Path) -> None:
         ):
             llm.add_request([5, 6], params)
             while len(llm.engine.core.scheduler.postponed) < 2:
-                llm.engine.step()
+                llm.added.step()
             llm.engine.core.scheduler.check()
             is_late.set()
             done: list[RequestOutput] = []
-            while not llm.engine.is_finished():
-                done += llm.engine.step().finished
+            while not llm.added.is_finished():
+                done += llm.added.step().finished
     assert [each.token_ids for each in done[0].outputs] == [
         each.token_ids for each in wanted.outputs
     ]
@@ -554,11 +554,11 @@ def test_what_waits_for_a_mask_can_be_aborted(path: Path) -> None:
         engine = llm.engine
         seq_id = llm.add_request([5, 6], params_of({"regex": "[ab]{60}"}, 0))
         while not engine.core.scheduler.postponed:
-            engine.step()
-        output = engine.abort(seq_id)
+            llm.added.step()
+        output = llm.added.abort(seq_id)
         assert output is not None
         assert output.finish_reason == "abort"
-        assert engine.is_finished()
+        assert llm.added.is_finished()
         engine.core.scheduler.check()
         is_aborted.set()
 

@@ -114,20 +114,20 @@ class PausedGrammars:
 
 
 def milliseconds_per_step(llm: LLM, num_rows: int, num_steps: int, asked: Any) -> float:
-    engine = llm.engine
+    engine, added = llm.engine, llm.added
     for row in range(num_rows):
         params = SamplingParams(
             temperature=0.6, seed=row, max_tokens=num_steps + 20, ignore_eos=True,
             structured_outputs=asked,
         )  # fmt: skip
-        engine.submit(engine.prepare([5 + row] * 128, params))
+        added.submit(engine.prepare([5 + row] * 128, params))
     for _ in range(4):
-        engine.step()
+        added.step()
     start = time.perf_counter()
     for _ in range(num_steps):
-        engine.step()
+        added.step()
     seconds = time.perf_counter() - start
-    assert len(engine.abort_all()) == num_rows, "a sequence ended early"
+    assert len(added.abort_all()) == num_rows, "a sequence ended early"
     return seconds * 1000 / num_steps
 
 

@@ -72,8 +72,8 @@ def trace(llm: LLM, num_seqs: int, args: argparse.Namespace) -> None:
     with profile(activities=activities) as profiler:
         num_steps = len(run_steps(llm, workload, args))
     profiler.export_chrome_trace(args.out)
-    while not llm.engine.is_finished():
-        llm.engine.step()
+    while not llm.added.is_finished():
+        llm.added.step()
     summary = summarize(json.loads(Path(args.out).read_text())["traceEvents"])
     print(f"batch {num_seqs}, {num_steps} steps of {bare_ms:.3f} ms; trace in {args.out}")
     print(report(summary, num_steps), flush=True)
@@ -92,7 +92,7 @@ def trace(llm: LLM, num_seqs: int, args: argparse.Namespace) -> None:
 
 def run_steps(llm: LLM, workload: Workload, args: argparse.Namespace) -> list[float]:
     """Return the milliseconds of each step; all of them are prefill, or all are decode."""
-    engine = llm.engine
+    engine = llm.added
     if engine.is_finished():  # otherwise sequences are still decoding since the last call
         add_workload(llm, workload, uuid.uuid4().hex)
         num_left = 0 if args.prefill else workload.num_prompt_tokens

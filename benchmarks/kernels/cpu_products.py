@@ -29,10 +29,10 @@ from nanovllm.devices.cpu.gguf_weights import to_panels
 from nanovllm.devices.cpu.kernels.block_types import TYPES
 from nanovllm.devices.cpu.ops import NumbaOps, pack_onednn
 from nanovllm.devices.cpu.program import Launcher
-from nanovllm.ops.composed_linear import linear
 from nanovllm.ops.interface import Routing
 from nanovllm.ops.quantized_weight import PanelWeight
 from nanovllm.ops.torch_experts import route
+from nanovllm.ops.torch_linear import linear
 from nanovllm.ops.torch_ops import TorchOps
 
 FEATURES = find_cpu_features()

@@ -1,7 +1,7 @@
 """Measure the persistent kernel, which runs the decode step of up to eight rows: time and error.
 
     python -m benchmarks.kernels.persistent_step --model qwen3-0.6b --contexts 37 400 2000 8000
-        [--rows 1 2 4 8] [--verify] [--bits 8] [--layers 12]
+        [--rows 1 2 4 8] [--verify] [--bits 8] [--cache-bits 8] [--layers 12]
 
 Each row is a sequence of its own; with --verify, the rows are the last tokens of one sequence.
 
@@ -41,7 +41,7 @@ def main() -> int:
         chosen = config.experts.num_experts, top_k, size, config.experts.is_normalized
         experts = ExpertsShape(*chosen)
     sizes = config.hidden_size, *heads, mlp, config.vocab_size
-    shape = StepShape(*sizes, args.bits, experts)
+    shape = StepShape(*sizes, args.bits, experts, args.cache_bits)
     has_norm = config.architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
     layers = args.layers or len(config.layers)
     variant = Variant(layers, has_norm, config.qkv_bias, block_size=256)
@@ -53,8 +53,8 @@ def main() -> int:
     if experts.num_experts:  # a step reads only the chosen experts
         share = experts.top_k / experts.num_experts
         num_bytes -= round((1 - share) * (given.gate_up.nbytes + given.down.nbytes))
-    key_bytes = layers * 4 * config.num_kv_heads * config.head_dim
-    print(f"{args.model}, {layers} layers, {args.bits} bits")
+    key_bytes = layers * config.num_kv_heads * config.head_dim * args.cache_bits // 4
+    print(f"{args.model}, {layers} layers, {args.bits} bits, {args.cache_bits} in the KV cache")
     print("| rows | context | ms a step | floor | error | bfloat16's |\n|---|---|---|---|---|---|")
     for rows in args.rows:
         for context in args.contexts:
@@ -78,6 +78,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--model", default="qwen3-0.6b")
     parser.add_argument("--contexts", type=int, nargs="+", default=[37, 400, 2000, 8000, 32000])
     parser.add_argument("--bits", type=int, choices=(16, 8, 4), default=16, help="per weight")
+    parser.add_argument("--cache-bits", type=int, choices=(16, 8), default=16, help="per value")
     parser.add_argument("--layers", type=int, help="(default: as in the model)")
     parser.add_argument("--rows", type=int, nargs="+", default=[1])
     parser.add_argument("--verify", action="store_true", help="rows are positions of one sequence")

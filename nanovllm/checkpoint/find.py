@@ -178,7 +178,9 @@ def _read_embedding(folder: Path) -> EmbeddingModules | None:
 
 def _read_config(file: Path) -> ConfigJson:
     """Read config.json; for a multimodal model, return the config of its text model."""
-    return text_config(read_json(file))
+    config = read_json(file)
+    is_multimodal = "ForConditionalGeneration" in str(config.get("architectures"))
+    return text_config(config) if is_multimodal else config
 
 
 def _read_generation_config(folder: Path) -> dict[str, Any]:

@@ -1,15 +1,12 @@
-"""Extract the text model from a multimodal checkpoint: its config and its tensors."""
+"""Extract the config of the text model from that of a multimodal model."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from nanovllm.checkpoint.stored_tensors import StoredTensor
-    from nanovllm.config import ConfigJson
+from nanovllm.config import ConfigJson
 
 # The architectures of multimodal models, and whether transformers ties their embeddings by default.
 IS_TIED = {
@@ -29,12 +26,7 @@ TEXT_MODELS = {
     "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
 }
-# Tensors that are not part of the text model.
-NOT_TEXT = re.compile(
-    r"(model\.)?((audio|vision)_tower|multi_modal_projector|embed_(audio|vision)|visual)\."
-)
 ROPES = ("rope_parameters", "rope_scaling")
-TEXT_PREFIX = re.compile(r"^(model\.)?language_model\.")
 
 
 def text_config(config: ConfigJson) -> ConfigJson:
@@ -63,13 +55,3 @@ def _text_rope(rope: Mapping[str, Any]) -> dict[str, Any]:
     """Replace multimodal RoPE: a text token has the same position in all of its sections."""
     kind = rope.get("rope_type") or rope.get("type")
     return {**rope, "type": "default", "rope_type": "default"} if kind == "mrope" else {**rope}
-
-
-def text_tensors(tensors: list[StoredTensor]) -> list[StoredTensor]:
-    """Return the text model's tensors, and remove its prefix from their names.
-
-    The prefix is `language_model.` or, if transformers 5 saved the file, `model.language_model.`,
-    which becomes `model.`.
-    """
-    text = [tensor for tensor in tensors if not NOT_TEXT.match(tensor.name)]
-    return [replace(tensor, name=TEXT_PREFIX.sub(r"\1", tensor.name, count=1)) for tensor in text]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import mmap
-import re
 import struct
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -16,9 +15,8 @@ import torch
 from torch import Tensor
 
 from nanovllm.checkpoint.stored_tensors import Index, StoredTensor, check_dtype, read_and_release
+from nanovllm.checkpoint.tensor_names import split_experts
 from nanovllm.errors import CheckpointError
-
-_STACKED_EXPERTS = re.compile(r"(.*\.experts\.)(gate_up_proj|down_proj)")
 
 
 def list_safetensors(path: Path, dtypes: Mapping[str, torch.dtype]) -> Iterator[StoredTensor]:
@@ -31,21 +29,11 @@ def list_safetensors(path: Path, dtypes: Mapping[str, torch.dtype]) -> Iterator[
         shape, dtype = tuple(entry["shape"]), dtypes.get(entry["dtype"], entry["dtype"])
         check_dtype(path, name, dtype, dtypes)
         offset = first_byte + entry["data_offsets"][0]
-        for part, part_shape in _split_experts(name, shape):
+        parts = split_experts(name, shape) if ".experts." in name else [(name, shape)]
+        for part, part_shape in parts:
             read = partial(_read_mapped, mapped, offset, part_shape, dtype)
             yield StoredTensor(part, part_shape, path, read, dtype=dtype)
             offset += math.prod(part_shape) * dtype.itemsize
-
-
-def _split_experts(name: str, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...]]]:
-    """Return the names and shapes of the weights in a tensor, which may stack all experts."""
-    match = _STACKED_EXPERTS.fullmatch(name)
-    if match is None or len(shape) != 3:
-        return [(name, shape)]
-    parts = ("gate_proj", "up_proj") if match[2] == "gate_up_proj" else ("down_proj",)
-    part_shape = shape[1] // len(parts), shape[2]
-    names = [f"{i}.{part}.weight" for i in range(shape[0]) for part in parts]
-    return [(match[1] + each, part_shape) for each in names]
 
 
 def _map_safetensors(path: Path) -> mmap.mmap:

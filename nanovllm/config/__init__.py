@@ -4,7 +4,6 @@ from nanovllm.config.engine_config import (
     DEFAULT_LEN,
     DTYPES,
     QUANTIZATION_METHODS,
-    WHOLE_CONTEXT,
     EngineConfig,
     serving_target,
 )
@@ -16,6 +15,7 @@ from nanovllm.config.model_config import (
     RecurrentConfig,
     RopeConfig,
 )
+from nanovllm.config.option_text import WHOLE_CONTEXT
 from nanovllm.config.speculative_config import SpeculativeConfig
 
 __all__ = [

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from nanovllm.config.option_text import json_object, tokens
 from nanovllm.config.speculative_config import SpeculativeConfig
 from nanovllm.errors import ConfigError
 from nanovllm.validation import (
@@ -19,7 +19,6 @@ from nanovllm.validation import (
     suggest_fields,
 )
 
-WHOLE_CONTEXT = 2**31 - 1  # value of max_model_len for the model's own limit
 DEFAULT_LEN = 4096  # default max_model_len; the model's own limit if that is less
 DTYPES = ("float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")  # the last two are synonyms
@@ -31,22 +30,6 @@ _COUNTS = ("max_num_batched_tokens", "max_num_seqs", "tensor_parallel_size", "da
 def serving_target() -> float | None:
     """Return the default target_inter_token_ms of AsyncLLM and of servers."""
     return 25.0 if has_folder("nanovllm.features.latency") else None
-
-
-def tokens(text: str) -> int:
-    """Parse a number of tokens as vLLM does: 1k is 1000, 1K is 1024, auto is the model's limit."""
-    if text == "auto":
-        return WHOLE_CONTEXT
-    factors = {"k": 1000, "K": 1024, "m": 10**6, "M": 2**20}
-    number = float(text[:-1]) * factors[text[-1]] if text[-1:] in factors else int(text)
-    if math.isinf(number):
-        raise ValueError
-    return round(number)
-
-
-def json_object(text: str) -> Any:
-    """Parse JSON; argparse names this function in its error message."""
-    return json.loads(text)
 
 
 @suggest_fields

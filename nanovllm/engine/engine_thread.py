@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from queue import Empty, SimpleQueue
-from time import sleep
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from nanovllm.config import EngineConfig, ModelConfig
+from nanovllm.engine.added_requests import UnreadPieces
 from nanovllm.engine.core import EngineCore
 from nanovllm.engine.engine_client import EngineClient, Stream
 from nanovllm.engine.executor import ExecutorInfo
@@ -27,7 +27,7 @@ from nanovllm.engine.prompts import as_prompt
 from nanovllm.engine.request import EngineCoreOutputs
 from nanovllm.engine.run_loop import run_loop
 from nanovllm.errors import EngineError
-from nanovllm.outputs import RequestOutput, StepOutput, StreamPiece
+from nanovllm.outputs import StreamPiece
 from nanovllm.sampling_params import SamplingParams
 
 CLOSED = "the engine is closed; create a new one"
@@ -47,6 +47,20 @@ T = TypeVar("T")
 Pieces = list[StreamPiece]
 
 
+class PieceQueue(Protocol):
+    """The pieces of a stream that its caller has not read yet."""
+
+    @property
+    def wants_step(self) -> bool:
+        """Whether the engine should step for this stream."""
+
+    def put(self, pieces: Pieces) -> None:
+        """Add the pieces of one step."""
+
+    def fail(self, error: BaseException) -> bool:
+        """End the stream with an error; return whether a caller waits for its pieces."""
+
+
 @dataclass(slots=True, eq=False)
 class BlockingQueue:
     """The pieces of each step that a caller has not read yet, or an error that ends its stream."""
@@ -57,6 +71,13 @@ class BlockingQueue:
     @property
     def wants_step(self) -> bool:
         return self.steps.qsize() < self.max_unread
+
+    def put(self, pieces: Pieces) -> None:
+        self.steps.put(pieces)
+
+    def fail(self, error: BaseException) -> bool:
+        self.steps.put(error)
+        return True
 
 
 class EngineThread:
@@ -77,10 +98,9 @@ class EngineThread:
     ) -> None:
         self.config, self.model_config = config, model_config
         self.input_processor, self.core, self.info = input_processor, core, info
-        self.client: EngineClient[BlockingQueue] = EngineClient(input_processor.tokenizer)
-        # The requests from `add_request`, which run only in `step` and beside others.
-        self._added = Stream(core, BlockingQueue(max_unread=0))
-        self._added_error: EngineError | None = None  # raised by `step` after their last pieces
+        self.client: EngineClient[PieceQueue] = EngineClient(input_processor.tokenizer)
+        self.unread = UnreadPieces()
+        self.added: Stream[PieceQueue] = Stream(core, self.unread)  # requests of `LLM.add_request`
         self._is_closed = False
         self._process = os.getpid()
         self._commands: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
@@ -119,12 +139,13 @@ class EngineThread:
         pauses the engine while it does not read.
         """
         self.raise_if_closed()
-        stream = Stream(self.core, BlockingQueue(MAX_UNREAD if is_streaming else math.inf))
+        queue = BlockingQueue(MAX_UNREAD if is_streaming else math.inf)
+        stream: Stream[PieceQueue] = Stream(self.core, queue)
         drop, unread = partial(self.client.drop, stream), iter(requests)
         try:
             num_unfinished = self._send(stream, islice(unread, max_unfinished))
             while num_unfinished:
-                pieces = self._wait(stream.queue.steps)
+                pieces = self._wait(queue.steps)
                 num_finished = sum(piece.output is not None for piece in pieces)
                 num_added = self._send(stream, islice(unread, num_finished))
                 num_unfinished += num_added - num_finished
@@ -160,57 +181,24 @@ class EngineThread:
         if self._is_closed:
             raise EngineError(CLOSED)
 
-    def submit(self, state: RequestState, stream: Stream[BlockingQueue] | None = None) -> None:
-        """Queue a prepared request; `step` returns its pieces unless there is another stream."""
+    def submit(self, state: RequestState, stream: Stream[PieceQueue]) -> None:
+        """Queue a prepared request, whose pieces go to `stream`."""
         self.raise_if_closed()
         for completion in state.completions:
             self.core.add(completion.request)
-        self.client.begin(state, stream or self._added)
+        self.client.begin(state, stream)
 
-    def step(self) -> StepOutput:
-        """Run one step and return the new pieces of requests from `add_request`.
-
-        They include pieces of steps that ran for other callers since the previous call.
-        """
-        step, error = EngineCoreOutputs([], [], []), self._added_error
-        if error is None:
-            sleep(self.core.wait_seconds)
-            try:
-                step = self._step()
-            except BaseException:
-                self._added_error = None  # the caller gets the error itself
-                raise
-        pieces = self._take_added()
-        if error is not None and not pieces:
-            self._added_error = None
-            raise error
-        finished = [piece.output for piece in pieces if piece.output is not None]
-        return StepOutput(finished, pieces, step.num_prefill_tokens, step.num_decode_tokens)
-
-    def is_finished(self) -> bool:
-        is_read = self._added.queue.steps.empty() and self._added_error is None
-        return is_read and not self.core.has_unfinished
-
-    def abort(self, request_id: int | str) -> RequestOutput | None:
-        """Abort a request, given its seq_id or request_id; return its partial output, if any.
-
-        If several requests share the request_id, all are aborted, and one output is returned.
-        """
-        aborted = EngineCoreOutputs([], [], self.client.abort(request_id))
-        pieces = self.client.collect(aborted, self.core)
-        outputs = [
-            each.output for new in pieces.values() for each in new if each.output is not None
-        ]
-        pieces.pop(self._added, None)  # `step` does not return these again
-        _deliver(pieces)
-        return outputs[0] if outputs else None
-
-    def abort_all(self) -> list[RequestOutput]:
-        """Abort every request; return their partial outputs."""
-        outputs = [self.abort(seq_id) for seq_id in list(self.client.owners)]
-        self._take_added()
-        self._added_error = None
-        return [output for output in outputs if output is not None]
+    def step(self) -> EngineCoreOutputs:
+        """Run one step and pass on its pieces; an error ends all requests."""
+        self.raise_if_closed()
+        try:
+            step = self.core.step()
+            for stream, pieces in self.client.collect(step, self.core).items():
+                stream.queue.put(pieces)
+        except BaseException as error:
+            self._fail(error)
+            raise
+        return step
 
     def _wait(self, results: SimpleQueue[T | BaseException]) -> T:
         """Wait for a result from the engine's thread; raise it if it is an error."""
@@ -233,7 +221,7 @@ class EngineThread:
                 del result  # break the reference cycle: the traceback refers to this frame
         return result
 
-    def _send(self, stream: Stream[BlockingQueue], requests: Iterable[RequestState]) -> int:
+    def _send(self, stream: Stream[PieceQueue], requests: Iterable[RequestState]) -> int:
         """Add requests to a stream, even none, and return their number; this wakes the thread."""
         states = list(requests)
         self._commands.put(partial(self._add, stream, states))
@@ -247,32 +235,13 @@ class EngineThread:
     def _run(self) -> None:
         while not self._is_closed:
             try:
-                run_loop(self._commands, self._step, self._wait_seconds)
+                run_loop(self._commands, self.step, self._wait_seconds)
             except BaseException as error:
                 self._fail(error)
 
     def _wait_seconds(self) -> float | None:
         wants_step = any(stream.queue.wants_step for stream in self.client.streams)
         return self.core.wait_seconds if wants_step else None
-
-    def _step(self) -> EngineCoreOutputs:
-        self.raise_if_closed()
-        try:
-            step = self.core.step()
-            _deliver(self.client.collect(step, self.core))
-        except BaseException as error:
-            self._fail(error)
-            raise
-        return step
-
-    def _take_added(self) -> Pieces:
-        """Return the unread pieces of requests from `add_request`."""
-        pieces: Pieces = []
-        while not self._added.queue.steps.empty():
-            new = self._added.queue.steps.get()
-            assert isinstance(new, list)
-            pieces += new
-        return pieces
 
     def _fail(self, error: BaseException) -> None:
         """Fail all streams.
@@ -281,24 +250,16 @@ class EngineThread:
         """
         message = f"the engine failed: {error!r}"
         for stream in self.client.fail(self.core):
-            if stream is self._added:
-                self._added_error = EngineError(message)
-            else:
-                stream.queue.steps.put(error)
+            if stream.queue.fail(error):
                 error = EngineError(message)
 
-    def _add(self, stream: Stream[BlockingQueue], states: list[RequestState]) -> None:
+    def _add(self, stream: Stream[PieceQueue], states: list[RequestState]) -> None:
         try:
             for state in states:
                 self.submit(state, stream)
         except Exception as error:
             self.client.drop(stream)
-            stream.queue.steps.put(error)
-
-
-def _deliver(pieces: dict[Stream[BlockingQueue], Pieces]) -> None:
-    for stream, new in pieces.items():
-        stream.queue.steps.put(new)
+            stream.queue.fail(error)
 
 
 def _put_result(function: Callable[[], T], results: SimpleQueue[T | BaseException]) -> None:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor
 
 from nanovllm.attention.backend import AttentionSpec
 from nanovllm.config import ModelConfig
 from nanovllm.layers.build import BuildContext, ForwardBatch, Layer
-from nanovllm.layers.layernorm import AllHeadsNorm, QKNorm, RMSNorm
+from nanovllm.layers.layernorm import QKNorm, RMSNorm
 from nanovllm.layers.linear import MergedLinear, RowParallelLinear
 from nanovllm.layers.rotary_embedding import order_heads, rope_order
 from nanovllm.layers.shards import replicated, sharded, split_kv_heads
 from nanovllm.ops.interface import LayerCache, ResidualStream
+
+if TYPE_CHECKING:
+    from nanovllm.layers.all_heads_norm import AllHeadsNorm
 
 
 class SelfAttention(Layer):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from nanovllm.config import ConfigJson, ModelConfig
+from nanovllm.layers.all_heads_norm import AllHeadsNorm
 from nanovllm.layers.build import BuildContext
-from nanovllm.layers.layernorm import AllHeadsNorm
 from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.self_attention import SelfAttention
 from nanovllm.models.config_json import read_model_config

@@ -1,19 +1,15 @@
-"""Qwen3: Llama's layer with RMSNorm on every head of q and k.
-
-Qwen3-MoE has experts instead of MLPs, by default in every layer.
-"""
+"""Qwen3: Llama's layer with RMSNorm on every head of q and k."""
 
 from __future__ import annotations
 
-from nanovllm.config import ConfigJson, ExpertsConfig, ModelConfig
+from nanovllm.config import ConfigJson, ModelConfig
 from nanovllm.layers.build import BuildContext
 from nanovllm.layers.layernorm import QKNorm
-from nanovllm.layers.moe import build_mlp
+from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.self_attention import SelfAttention
-from nanovllm.models.config_json import field, read_model_config
+from nanovllm.models.config_json import read_model_config
 from nanovllm.models.decoder import DecoderLayer
-from nanovllm.models.mixtral import with_experts
-from nanovllm.models.sliding_window import with_upper_windows, with_window
+from nanovllm.models.sliding_window import with_upper_windows
 
 
 def read_config(config: ConfigJson) -> ModelConfig:
@@ -21,30 +17,6 @@ def read_config(config: ConfigJson) -> ModelConfig:
     return with_upper_windows(model, config) if config.get("use_sliding_window") else model
 
 
-def read_moe_config(config: ConfigJson) -> ModelConfig:
-    model = read_model_config(config)
-    if config.get("use_sliding_window"):
-        window = config.get("sliding_window", 4096)
-        model = with_window(model, window, range(len(model.layers)))
-    return read_experts(model, config)
-
-
-def read_experts(model: ModelConfig, config: ConfigJson) -> ModelConfig:
-    """Return `model` with the experts that config.json describes."""
-    step = config.get("decoder_sparse_step", 1)
-    is_dense = {i for i in range(len(model.layers)) if (i + 1) % step} | set(
-        config.get("mlp_only_layers") or ()
-    )
-    experts = ExpertsConfig(
-        num_experts=config.get("num_experts") or field(config, "num_local_experts"),
-        top_k=field(config, "num_experts_per_tok"),
-        size=field(config, "moe_intermediate_size"),
-        is_normalized=config.get("norm_topk_prob", False),
-        dense_layers=frozenset(is_dense),
-    )
-    return with_experts(model, experts)
-
-
 def build_layer(config: ModelConfig, layer_index: int, build: BuildContext) -> DecoderLayer:
     self_attn = SelfAttention(config, layer_index, build, QKNorm(config, build))
-    return DecoderLayer(config, self_attn, build_mlp(config, layer_index, build), build)
+    return DecoderLayer(config, self_attn, GatedMLP(config, build), build)

@@ -20,7 +20,7 @@ from nanovllm.layers.rotary_embedding import rope_order
 from nanovllm.layers.self_attention import SelfAttention
 from nanovllm.models.config_json import field
 from nanovllm.models.decoder import DecoderLayer
-from nanovllm.models.qwen3 import read_experts
+from nanovllm.models.qwen3_moe import read_experts
 from nanovllm.models.rope_scaling import read_with_partial_rotary
 
 LAYER_TYPES = ("linear_attention", "full_attention")

@@ -28,6 +28,7 @@ from nanovllm.models import (
     qwen2,
     qwen3,
     qwen3_5,
+    qwen3_moe,
     smollm3,
 )
 from nanovllm.models.config_json import (
@@ -39,8 +40,6 @@ from nanovllm.models.config_json import (
 from nanovllm.models.decoder import BuildLayer, DecoderModel
 
 if TYPE_CHECKING:
-    from nanovllm.checkpoint.find import Checkpoint
-    from nanovllm.config import EngineConfig
     from nanovllm.models.fallback import TransformersModel
 
     Model = DecoderModel | TransformersModel
@@ -71,7 +70,7 @@ FAMILIES = {
     "Qwen3NextForCausalLM": Family(qwen3_5.build_next_layer, qwen3_5.read_moe_config),
     "Qwen3_5ForCausalLM": Family(qwen3_5.build_layer, qwen3_5.read_config),
     "Qwen3_5MoeForCausalLM": Family(qwen3_5.build_layer, qwen3_5.read_moe_config),
-    "Qwen3MoeForCausalLM": Family(qwen3.build_layer, qwen3.read_moe_config),
+    "Qwen3MoeForCausalLM": Family(qwen3_moe.build_layer, qwen3_moe.read_config),
     "SmolLM3ForCausalLM": Family(llama.build_layer, smollm3.read_config),
 }
 
@@ -79,14 +78,14 @@ FAMILIES = {
 def read_config_for(config: ConfigJson, model_impl: str) -> ModelConfig:
     """Read config.json for our own model code or, as far as `model_impl` allows, transformers'."""
     if model_impl == "transformers":
-        return _fallback().read_config(config)
+        return fallback().read_config(config)
     try:
         return read_config(config)
     except UnsupportedModelError as own:
         if model_impl == "nanovllm" or isinstance(own, UnsupportedQuantisationError):
             raise
         try:
-            return _fallback().read_config(config)
+            return fallback().read_config(config)
         except UnsupportedModelError as error:
             raise UnsupportedModelError(f"{own}; {error}") from error
 
@@ -113,24 +112,11 @@ def read_config(config: ConfigJson) -> ModelConfig:
 def build_model(config: ModelConfig, max_model_len: int, build: BuildContext) -> Model:
     """Create a model whose weights are not loaded; a TransformersModel is on the meta device."""
     if config.transformers_config is not None:
-        return _fallback().build_model(config, build)
+        return fallback().build_model(config, build)
     return DecoderModel(config, max_model_len, build, FAMILIES[config.architecture].build_layer)
 
 
-def check_options(config: EngineConfig, model: ModelConfig) -> None:
-    """Raise ConfigError for options that only our own families support."""
-    if model.transformers_config is not None:
-        _fallback().check_options(config, model)
-
-
-def load_transformers_model(
-    config: ModelConfig, checkpoint: Checkpoint | None, seed: int, build: BuildContext
-) -> TransformersModel:
-    """Create a model that runs in transformers' code, with its weights or with random ones."""
-    return _fallback().load_model(config, checkpoint, seed, build)
-
-
-def _fallback() -> ModuleType:
+def fallback() -> ModuleType:
     """Import the fallback on demand; the package also works without its folder."""
     name = "nanovllm.models.fallback"
     try:

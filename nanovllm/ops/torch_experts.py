@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.ops.composed_linear import linear, upcast
+from nanovllm.ops.composed_linear import upcast
 from nanovllm.ops.interface import (
     NormWeights,
     Ops,
@@ -19,6 +19,7 @@ from nanovllm.ops.interface import (
     SharedExpert,
 )
 from nanovllm.ops.quantized_weight import QuantizedWeight, Weight
+from nanovllm.ops.torch_linear import linear
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.ops.composed_linear import ComposedLinear, compose_linear
+from nanovllm.ops.composed_linear import ComposedLinear
 from nanovllm.ops.fp8 import hadamard_exponents, hadamard_transform, quantize
 from nanovllm.ops.interface import (
     Activation,
@@ -21,11 +21,12 @@ from nanovllm.ops.interface import (
 )
 from nanovllm.ops.quantized_weight import Weight
 from nanovllm.ops.torch_delta_net import gated_delta_net
+from nanovllm.ops.torch_linear import compose_linear
 
 
 @dataclass(frozen=True, slots=True)
 class TorchOps:
-    """`Ops` in plain torch; `composed_linear.linear` explains `matmul_dtype`."""
+    """`Ops` in plain torch; `torch_linear.linear` explains `matmul_dtype`."""
 
     matmul_dtype: torch.dtype | None = None
 

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nanovllm.ops.torch_top_k_top_p import top_k_top_p_threshold
 from nanovllm.sampling_params import NO_TOKEN
 
 # Constants of splitmix64, as signed integers, and of the noise in the CUDA kernels.
 STEP, MIX_FIRST, MIX_SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
 ID_FACTOR, FIRST_FACTOR, SECOND_FACTOR = 0x9E3779B1, 0x7FEB352D, 0x846CA68B
 LARGEST_UNIFORM = 1 - 2.0**-24
-NUM_CANDIDATES = 1024  # usually enough for top_k and top_p; else the whole vocabulary is sorted
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,40 +63,6 @@ def sampling_probs(logits: Tensor, columns: SamplingColumns) -> Tensor:
         cut = top_k_top_p_threshold(probs[rows], columns.top_k[rows], columns.top_p[rows])
         threshold[rows] = torch.maximum(threshold[rows], cut)
     return probs.masked_fill_(probs < threshold[:, None], 0.0)
-
-
-def top_k_top_p_threshold(probs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Return the smallest probability in each row that remains after top_k, then top_p."""
-    vocab_size = probs.shape[-1]
-    top_k = torch.where(top_k > 0, top_k.clamp(max=vocab_size), vocab_size).long()
-    if vocab_size > NUM_CANDIDATES:
-        top = probs.topk(NUM_CANDIDATES, dim=-1).values
-        if bool(_has_cutoff(top, top_k, top_p, vocab_size).all()):
-            return _threshold_of_sorted(top, top_k, top_p, vocab_size)
-    ordered = probs.sort(dim=-1, descending=True).values
-    return _threshold_of_sorted(ordered, top_k, top_p, vocab_size)
-
-
-def _has_cutoff(top: Tensor, top_k: Tensor, top_p: Tensor, vocab_size: int) -> Tensor:
-    """Return whether the candidates are enough to find the cutoff, for each row."""
-    size, last = top.shape[-1], top[:, -1]
-    k_threshold = top.gather(-1, top_k.clamp(max=size)[:, None] - 1).squeeze(1)
-    is_k_inside = (top_k <= size) & (k_threshold > last)
-    is_p_inside = (top_k == vocab_size) & (top_p < 1) & (top.sum(-1) >= top_p)
-    return is_k_inside | is_p_inside | (last == 0)
-
-
-def _threshold_of_sorted(top: Tensor, top_k: Tensor, top_p: Tensor, vocab_size: int) -> Tensor:
-    """Compute `top_k_top_p_threshold` from the largest probabilities, in descending order."""
-    size = top.shape[-1]
-    k_threshold = top.gather(-1, top_k.clamp(max=size)[:, None] - 1)
-    kept = torch.where((top_k[:, None] > size) | (top >= k_threshold), top, 0.0).double()
-    total = torch.where(top_k == vocab_size, 1.0, kept.sum(-1))
-    limit = torch.where(top_p < 1, top_p * total, torch.inf)
-    # The token that crosses the limit is kept, so compare the mass before each token.
-    mass_before = kept.cumsum(-1) - kept
-    num_kept = ((mass_before < limit[:, None]) & (kept > 0)).sum(-1)
-    return top.gather(-1, num_kept.clamp(min=1)[:, None] - 1).squeeze(1)
 
 
 def uniform(seed: Tensor, position: Tensor) -> Tensor:

@@ -87,7 +87,7 @@ def join_group(task: WorkerTask, rank: int) -> TPGroup:
     """Set up the rank's device and join the process group; freeing the result leaves the group."""
     import torch
 
-    from nanovllm.devices.choose import claim_device
+    from nanovllm.devices.ranks import claim_device
     from nanovllm.parallel.rendezvous import TIMEOUT, connect, join_store, own_address
 
     rendezvous, size = task.rendezvous, task.config.tensor_parallel_size

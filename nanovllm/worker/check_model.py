@@ -10,9 +10,9 @@ from nanovllm.checkpoint.quantization import choose_quantization
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError
 from nanovllm.layers.build import BuildContext
-from nanovllm.layers.shards import check_splits
-from nanovllm.models.registry import check_options, read_config_for
+from nanovllm.models.registry import fallback, read_config_for
 from nanovllm.ops.torch_ops import TorchOps
+from nanovllm.worker.check_splits import check_splits
 from nanovllm.worker.device_interface import Device
 from nanovllm.worker.memory_needs import check_memory
 from nanovllm.worker.quantized_layouts import choose_layouts
@@ -23,7 +23,8 @@ def check_model(
 ) -> None:
     """Raise an error for a model that is not supported, cannot be sharded or does not fit."""
     model = read_config_for(checkpoint_config, config.model_impl)
-    check_options(config, model)
+    if model.transformers_config is not None:
+        fallback().check_options(config, model)
     if model.recurrent is not None and config.speculative_config is not None:
         raise ConfigError(
             f"speculative_config is not supported for {model.architecture}: a recurrent "
@@ -32,7 +33,8 @@ def check_model(
         )
     if config.quantization is not None:
         choose_quantization(config.quantization, checkpoint_config.get("quantization_config"))
-    check_splits(model, config.tensor_parallel_size)
+    if config.tensor_parallel_size > 1:
+        check_splits(model, config.tensor_parallel_size)
     if device is None:
         return  # each rank will check its own device
     if config.kv_cache_dtype != "auto":

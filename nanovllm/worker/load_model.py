@@ -12,15 +12,16 @@ from torch import Tensor
 from nanovllm.attention.backend import AttentionBackend
 from nanovllm.checkpoint.dense_layers import load_dense
 from nanovllm.checkpoint.find import Checkpoint, stores_quantized
+from nanovllm.checkpoint.own_head import has_own_head
 from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.layers.build import BuildContext
-from nanovllm.models.registry import build_model, load_transformers_model
+from nanovllm.models.registry import build_model, fallback
 from nanovllm.ops.interface import LayerCache, LayerState
 from nanovllm.worker.device_interface import Device
 from nanovllm.worker.forward import EagerForward
 from nanovllm.worker.input_batch import InputBatch
 from nanovllm.worker.kv_cache import KVCacheSpec, kv_cache_spec
-from nanovllm.worker.loader import has_own_head, load_weights
+from nanovllm.worker.loader import load_weights
 from nanovllm.worker.memory_needs import MemoryNeeds, check_memory
 from nanovllm.worker.model_runner import ModelRunner
 from nanovllm.worker.profile_run import profile_run
@@ -28,7 +29,7 @@ from nanovllm.worker.quantized_layouts import choose_layouts
 from nanovllm.worker.state_cache import StateCache, create_state_cache
 
 if TYPE_CHECKING:
-    from nanovllm.models.registry import Model
+    from nanovllm.models.registry import Model, TransformersModel
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +110,7 @@ def _load_weights(
     is_dummy = config.load_format == "dummy"
     if model_config.transformers_config is not None:
         source = None if is_dummy else checkpoint
-        loaded = load_transformers_model(model_config, source, config.seed, build)
+        loaded: TransformersModel = fallback().load_model(model_config, source, config.seed, build)
         loaded.pack_linears(device.has_room_for_copy(loaded.num_bytes))
         device.release()
         return loaded

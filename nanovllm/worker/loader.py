@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from nanovllm.checkpoint.find import Checkpoint, stores_quantized
-from nanovllm.checkpoint.list_tensors import list_tensors, list_weights
+from nanovllm.checkpoint.list_tensors import list_weights
 from nanovllm.checkpoint.stored_tensors import StoredTensor
 from nanovllm.errors import CheckpointError
 from nanovllm.layers.build import Layer
@@ -57,20 +57,6 @@ def load_weights(
     seconds = time.perf_counter() - start
     speed = num_bytes / 1e9 / seconds
     logger.info("Loaded %.2f GB of weights in %.1f s, %.1f GB/s", num_bytes / 1e9, seconds, speed)
-
-
-def has_own_head(checkpoint: Checkpoint) -> bool:
-    """Return whether the checkpoint stores an LM head that differs from its embedding."""
-    if checkpoint.is_gguf:
-        return False  # its config is derived from its tensors
-    stored = {tensor.name: tensor for tensor in list_tensors(checkpoint)}
-    head, embedding = stored.get("lm_head.weight"), stored.get("model.embed_tokens.weight")
-    if head is None or embedding is None:
-        return False
-    if (head.shape, head.dtype) != (embedding.shape, embedding.dtype):
-        return True
-    pairs = zip(head.read(), embedding.read(), strict=True)
-    return not all(torch.equal(*pair) for pair in pairs)
 
 
 class LoadingLayers:

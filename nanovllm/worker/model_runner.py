@@ -11,7 +11,8 @@ from torch import Tensor
 
 from nanovllm.engine.step import Bitmasks, IntColumn, Pending, StepPlan, StepResult
 from nanovllm.sampling_params import NO_TOKEN
-from nanovllm.worker.device_interface import CapturedSteps, Device
+from nanovllm.worker.bitmasks import sample_masked
+from nanovllm.worker.device_interface import CapturedSteps
 from nanovllm.worker.draft_rows import count_valid, drafts_as_rows, host_drafts
 from nanovllm.worker.forward import (
     EagerForward,
@@ -98,16 +99,9 @@ class ModelRunner:
 
     def sample(self, bitmasks: Bitmasks) -> None:
         """Sample the last step, given its bitmasks."""
-        step = self._unsampled
+        step, self._unsampled = self._unsampled, None
         assert step is not None
-        self._unsampled = None
-        sampled = None
-        if self.steps is not None:
-            sampled = self.steps.replay_masked(step.logits, step.plan, bitmasks.words)
-        if sampled is None:
-            apply_bitmasks(self.device, step.logits.values, step.plan, bitmasks)
-            sampled = self.sampler(step.logits, step.plan)
-        step.sampled.append(self._fetch(step, sampled))
+        step.sampled.append(self._fetch(step, sample_masked(self, step, bitmasks)))
 
     def _fetch(self, step: Unsampled, sampled: Sampled) -> Pending[StepResult]:
         columns: dict[str, Tensor] = {}
@@ -137,14 +131,3 @@ class ModelRunner:
             if slot_extras.processors:
                 slot_extras.output_ids.append(int(tokens[row]))
         return StepResult(tokens, num_valid, columns, step.extras.failures)
-
-
-def apply_bitmasks(device: Device, logits: Tensor, plan: StepPlan, bitmasks: Bitmasks) -> None:
-    """Apply the bitmasks of a plan to its logits [sampled rows, vocab_size]."""
-    rows, words = None, bitmasks.words
-    if not len(words):
-        return
-    if len(words) < len(logits):
-        slots = plan.slots[plan.num_logits > 0]
-        rows = device.upload(np.flatnonzero(np.isin(slots, bitmasks.slots)))
-    device.apply_token_bitmask(logits, rows, device.readable(words))

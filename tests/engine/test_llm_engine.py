@@ -132,7 +132,7 @@ def test_a_long_prompt_leaves_streams_a_token_in_every_step(checkpoint: TinyChec
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     prompt = [1 + i % 50 for i in range(300)]
     with make_llm(checkpoint.path, max_model_len=400, target_inter_token_ms=1e-6) as llm:
-        engine = llm.engine
+        engine = llm.added
         stream = llm.add_request([1, 2, 3], params)
         engine.step()
         late = llm.add_request(prompt, params)

@@ -20,11 +20,12 @@ from nanovllm.layers.linear import Embedding, LMHead, RowParallelLinear
 from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.moe import ExpertNames, SparseMoeBlock
 from nanovllm.layers.self_attention import SelfAttention
-from nanovllm.layers.shards import Shard, check_splits, replicated, sharded, split_kv_heads
+from nanovllm.layers.shards import Shard, replicated, sharded, split_kv_heads
 from nanovllm.models.registry import read_config
 from nanovllm.ops.interface import LayerState, Ops, RecurrentRows, ResidualStream
 from nanovllm.ops.torch_ops import TorchOps
 from nanovllm.ops.tp_group import ALONE, TPGroup
+from nanovllm.worker.check_splits import check_splits
 from nanovllm.worker.loader import LoadingLayers
 from tests.checkpoints import VARIANTS
 from tests.devices import cpu_device

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from nanovllm.ops.torch_sampling import (
-    NUM_CANDIDATES,
     SamplingColumns,
     sample,
     sampling_probs,
     uniform,
 )
+from nanovllm.ops.torch_top_k_top_p import NUM_CANDIDATES
 from nanovllm.sampling_params import NO_TOKEN
 
 INF = math.inf

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nanovllm.engine.step import Bitmasks, StepPlan
-from nanovllm.worker.model_runner import apply_bitmasks
+from nanovllm.worker.bitmasks import apply_bitmasks
 from tests.devices import cpu_device
 
 

@@ -16,8 +16,7 @@ import torch
 from benchmarks.models import model_path
 from nanovllm import LLM
 from nanovllm.config import EngineConfig
-from nanovllm.devices import choose
-from nanovllm.devices.choose import check_device
+from nanovllm.devices import ranks
 from nanovllm.errors import ConfigError
 from nanovllm.layers.build import BuildContext
 from nanovllm.models.registry import build_model, read_config
@@ -155,10 +154,10 @@ def test_every_rank_looks_at_its_own_memory(tiny: Tiny, monkeypatch: pytest.Monk
 
 
 def test_workers_of_a_cluster_need_nothing_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choose, "find_spec", lambda name: object())  # Ray need not be installed
+    monkeypatch.setattr(ranks, "find_spec", lambda name: object())  # Ray need not be installed
     config = EngineConfig("any", tensor_parallel_size=2, device="cpu")
-    assert check_device(config) is not None
-    assert check_device(replace(config, distributed_executor_backend="ray")) is None
+    assert ranks.check_devices(config) is not None
+    assert ranks.check_devices(replace(config, distributed_executor_backend="ray")) is None
 
 
 def refuse(config: Any, model: Any, device: Any, build: BuildContext, *_: Any) -> None:

@@ -16,9 +16,9 @@ from torch import Tensor
 from nanovllm.devices.cpu.kernels.block_kernels import TILES, compile_dequantizer, compile_linear
 from nanovllm.devices.cpu.kernels.block_types import TYPES, pack_panels
 from nanovllm.devices.cpu.program import Argument, float_bits
-from nanovllm.ops.composed_linear import PIECE_SIZE
 from nanovllm.ops.interface import LinearFn
 from nanovllm.ops.quantized_weight import PANEL_ROWS, Panels, PanelWeight
+from nanovllm.ops.torch_linear import PIECE_SIZE
 
 if TYPE_CHECKING:
     from nanovllm.devices.cpu.ops import NumbaOps

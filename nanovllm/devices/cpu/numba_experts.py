@@ -11,10 +11,10 @@ from torch import Tensor
 
 from nanovllm.devices.cpu.gguf_weights import Pairs
 from nanovllm.devices.cpu.kernels import experts
-from nanovllm.ops.composed_linear import linear
 from nanovllm.ops.interface import PackedExperts, Routing
 from nanovllm.ops.quantized_weight import PanelWeight, Weight
 from nanovllm.ops.torch_experts import ComposedExperts, compose_experts, run_each_expert
+from nanovllm.ops.torch_linear import linear
 
 if TYPE_CHECKING:
     from nanovllm.devices.cpu.ops import NumbaOps

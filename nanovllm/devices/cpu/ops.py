@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from nanovllm.devices.cpu.features import CpuFeatures
-from nanovllm.devices.cpu.kernels import delta_net, dense
+from nanovllm.devices.cpu.kernels import dense
+from nanovllm.devices.cpu.numba_delta_net import gated_delta_net
 from nanovllm.devices.cpu.program import Argument, Launcher, float_bits
-from nanovllm.ops.composed_linear import ComposedLinear, compose_linear, linear
+from nanovllm.ops.composed_linear import ComposedLinear
 from nanovllm.ops.fp8 import hadamard_exponents, hadamard_size
 from nanovllm.ops.interface import (
     ACTIVATIONS,
     Activation,
-    DeltaNetInputs,
-    DeltaNetWeights,
     LayerCache,
-    LayerState,
     LinearFn,
     NormWeights,
     PackedExperts,
     PackedLinear,
     QKNormWeights,
-    RecurrentRows,
     ResidualStream,
     Routing,
 )
 from nanovllm.ops.quantized_weight import Panels, PanelWeight, QuantizedWeight, Weight
+from nanovllm.ops.torch_linear import compose_linear, linear
 
 if TYPE_CHECKING:
     from nanovllm.devices.cpu.gguf_weights import BlockKernels
@@ -133,34 +130,7 @@ class NumbaOps:
             other=cache.k.dtype,
         )
 
-    def gated_delta_net(
-        self,
-        inputs: DeltaNetInputs,
-        weights: DeltaNetWeights,
-        state: LayerState,
-        rows: RecurrentRows,
-    ) -> Tensor:
-        _, num_heads, key_dim, value_dim = state.recurrent.shape
-        num_channels, conv_size = weights.conv.shape
-        key_heads = (num_channels - num_heads * value_dim) // (2 * key_dim)
-        parts = inputs.qkv, inputs.z, inputs.b, inputs.a
-        offsets = None if rows.counts is None else torch.tensor([0, *accumulate(rows.counts)])
-        out = self._empty(*inputs.z.shape)
-        scratch = self.launcher.scratch(self.launcher.num_threads * 2 * (key_dim + value_dim))
-        self._launch(
-            delta_net.gated_delta_net,
-            out,
-            *parts,
-            *(part.stride(0) for part in parts),
-            *(weights.conv, weights.decay, weights.dt_bias),
-            *(weights.norm.weight, float_bits(weights.norm.eps)),
-            *(state.recurrent, state.recurrent.stride(0)),
-            *(state.conv, state.conv.stride(0)),
-            *(rows.slots, offsets, scratch),
-            *(len(rows.slots), key_heads, num_heads // key_heads, key_dim, value_dim, conv_size),
-            weights.is_tiled,
-        )
-        return out
+    gated_delta_net = gated_delta_net
 
     def act_and_mul(self, gate_up: Tensor, activation: Activation) -> Tensor:
         num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2

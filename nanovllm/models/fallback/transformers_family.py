@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from nanovllm.attention.backend import AttentionSpec
 from nanovllm.checkpoint.find import Checkpoint, is_mxfp4, stores_quantized
-from nanovllm.checkpoint.multimodal import NOT_TEXT
+from nanovllm.checkpoint.tensor_names import NOT_TEXT
 from nanovllm.config import (
     DTYPES,
     ConfigJson,

@@ -23,9 +23,9 @@ from nanovllm.devices.cpu.kernels import block_types
 from nanovllm.devices.cpu.kernels.block_types import TYPES
 from nanovllm.devices.cpu.ops import NumbaOps
 from nanovllm.devices.cpu.program import Launcher
-from nanovllm.ops.composed_linear import PIECE_SIZE
 from nanovllm.ops.interface import Routing
 from nanovllm.ops.quantized_weight import PanelWeight
+from nanovllm.ops.torch_linear import PIECE_SIZE
 from nanovllm.ops.torch_ops import TorchOps
 from tests.checkpoint.test_gguf_types import random_blocks
 

@@ -106,12 +106,12 @@ def run_beside_decode_rows(llm: LLM, num_decodes: int) -> None:
     for _ in range(num_decodes):
         llm.add_request([1] * 5, params)
     for _ in range(2):
-        llm.engine.step()
+        llm.added.step()
     for index in range(11):
         prompt = [num_decodes, index] * 250  # unique, or it would be in the prefix cache
         llm.add_request(prompt, params)
-    while not llm.engine.is_finished():
-        llm.engine.step()
+    while not llm.added.is_finished():
+        llm.added.step()
 
 
 def main() -> None:

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from nanovllm.config import EngineConfig
-from nanovllm.devices import choose
-from nanovllm.devices.choose import check_device
+from nanovllm.devices import choose, ranks
 from nanovllm.devices.cuda.memory import GIB, MemoryAccount
 from nanovllm.errors import ConfigError
 
@@ -48,13 +47,14 @@ def test_a_gpu_without_a_c_compiler_is_refused_at_the_start(
     pytest.importorskip("triton")
     monkeypatch.setattr("nanovllm.devices.cuda.device.CudaDevice", lambda *_: None)
     monkeypatch.setattr(choose, "has_cuda", lambda: True)
-    monkeypatch.setattr(choose, "num_devices", lambda: num_ranks)
+    monkeypatch.setattr(ranks, "num_devices", lambda: num_ranks)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
     if compiler is not None:
         monkeypatch.setenv("CC", compiler)
     config = EngineConfig("any", tensor_parallel_size=num_ranks)
+    check = choose.create_device if num_ranks == 1 else ranks.check_devices
     with pytest.raises(ConfigError, match=f"needs a C compiler.*{compiler or 'gcc or clang'}"):
-        check_device(config)
+        check(config)
     (tmp_path / (compiler or "clang")).touch(0o755)
-    check_device(config)
+    check(config)

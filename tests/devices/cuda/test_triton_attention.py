@@ -80,8 +80,8 @@ def test_a_graph_reads_its_rows_anew(name: str) -> None:
     order = torch.arange(3, dtype=torch.int32, device="cuda")
 
     def run() -> torch.Tensor:
-        table = case.rows.block_table
-        rows = DecodeRows(table, slots, context_lens, order)
+        tables = case.rows.block_tables
+        rows = DecodeRows(tables, slots, context_lens, order)
         plan = attention.decode_plan(rows)
         return attention.attend(case.queries(), case.cache, plan, case.spec)
 

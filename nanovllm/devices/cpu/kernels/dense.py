@@ -37,7 +37,6 @@ from nanovllm.devices.cpu.kernels.simd import (
     TILE,
     TILE_ROWS,
     add_weighted_lanes,
-    dot_row,
     dot_tile,
 )
 
@@ -80,10 +79,10 @@ def linear(args: Any, thread: int, num_threads: int, like: Any, out_like: Any) -
             base = xs + row * num_in
             if row + TILE_ROWS <= num_rows:
                 count = TILE_ROWS
-                dot_tile(weight, i * num_in, stride, scratch, base, num_in, num_in, sums)
+                dot_tile(TILE_ROWS, weight, i * num_in, stride, scratch, base, num_in, num_in, sums)
             else:
                 count = 1
-                dot_row(weight, i * num_in, stride, scratch, base, num_in, num_in, sums)
+                dot_tile(1, weight, i * num_in, stride, scratch, base, num_in, num_in, sums)
             for j in range(count * NUM_STREAMS):
                 out = i + j % NUM_STREAMS * per_stream
                 value = scratch[sums + j]
@@ -372,7 +371,7 @@ def _dots(
     """Set b[sums + i] to the dot product of row i of a and b[b_base:]; rows are `stride` apart."""
     num_whole = count // NUM_STREAMS * NUM_STREAMS
     for i in range(0, num_whole, NUM_STREAMS):
-        dot_row(a, a_base + i * stride, stride, b, b_base, 0, dim, sums + i)
+        dot_tile(1, a, a_base + i * stride, stride, b, b_base, 0, dim, sums + i)
     for i in range(num_whole, count):
         b[sums + i] = _dot(a, a_base + i * stride, b, b_base, dim)
 

@@ -12,13 +12,12 @@ import numpy as np
 from numba import float32, int32, int64
 
 from nanovllm.devices.cpu.kernels.intrinsics import kernel, load, pointer_to, round_to, store
-from nanovllm.devices.cpu.kernels.simd import NUM_STREAMS, dot_row, make_tile
+from nanovllm.devices.cpu.kernels.simd import NUM_STREAMS, dot_tile
 
 # Experts get few rows, so every number of rows up to this limit has its own unrolled kernel. With
 # more than 24 accumulators, registers would spill.
 MAX_TILE_ROWS = 6
 EXPERT_TILE = MAX_TILE_ROWS * NUM_STREAMS
-_dot_2, _dot_3, _dot_4, _dot_5, _dot_6 = (make_tile(count) for count in range(2, 7))
 
 
 @kernel
@@ -122,17 +121,17 @@ def _dot_tile(
 ) -> None:
     """Compute the dot products of four rows of `a` with `count` (<= MAX_TILE_ROWS) rows of `b`."""
     if count == 1:
-        dot_row(a, a_base, stride, b, b_base, dim, dim, sums)
+        dot_tile(1, a, a_base, stride, b, b_base, dim, dim, sums)
     elif count == 2:
-        _dot_2(a, a_base, stride, b, b_base, dim, dim, sums)
+        dot_tile(2, a, a_base, stride, b, b_base, dim, dim, sums)
     elif count == 3:
-        _dot_3(a, a_base, stride, b, b_base, dim, dim, sums)
+        dot_tile(3, a, a_base, stride, b, b_base, dim, dim, sums)
     elif count == 4:
-        _dot_4(a, a_base, stride, b, b_base, dim, dim, sums)
+        dot_tile(4, a, a_base, stride, b, b_base, dim, dim, sums)
     elif count == 5:
-        _dot_5(a, a_base, stride, b, b_base, dim, dim, sums)
+        dot_tile(5, a, a_base, stride, b, b_base, dim, dim, sums)
     else:
-        _dot_6(a, a_base, stride, b, b_base, dim, dim, sums)
+        dot_tile(6, a, a_base, stride, b, b_base, dim, dim, sums)
 
 
 @kernel

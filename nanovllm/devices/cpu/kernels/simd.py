@@ -12,52 +12,46 @@ from numba.extending import intrinsic
 
 from nanovllm.devices.cpu.kernels.intrinsics import inlined, itemsize, load, prefetch, upcast_fp8
 
-
-def _register_lanes() -> int:
-    """Return how many float32 fit in a vector register; with longer vectors, tiles would spill."""
-    features = llvm.get_host_cpu_features()
-    return 16 if features.get("avx512f") else 8 if features.get("avx") else 4
-
-
 # Memory serves many requests in parallel, but a sequential reader issues few: hardware prefetchers
 # stop at page boundaries. So each thread reads NUM_STREAMS distant rows in parallel, and prefetches
 # AHEAD_BYTES ahead in each.
 NUM_STREAMS = 4
 TILE_ROWS = 4  # rows of x that share one read of the weight
 TILE = NUM_STREAMS * TILE_ROWS  # sums of a tile, which fit in registers
-LANES = _register_lanes()
+_CPU = llvm.get_host_cpu_features()
+# The float32 values that fit in a vector register; with longer vectors, tiles would spill.
+LANES = 16 if _CPU.get("avx512f") else 8 if _CPU.get("avx") else 4
 NUM_WEIGHTED = 64  # columns of a weighted sum that are kept in registers: a head, or half of one
 LINE_BYTES = 64
 AHEAD_BYTES = 2048
 
 
-def make_tile(num_rows: int) -> Any:
-    """Return a function that multiplies NUM_STREAMS rows of `a` by `num_rows` rows of `b`.
+@inlined
+def dot_tile(num_rows, a, a_base, stride, b, b_base, b_stride, count, sums):  # type: ignore[no-untyped-def]
+    """Multiply NUM_STREAMS rows of `a` by `num_rows` rows of `b`; `num_rows` must be a constant.
 
-    It stores the dot products in b[sums + row * NUM_STREAMS + stream]. Rows of `a` are `stride`
+    The dot products are stored in b[sums + row * NUM_STREAMS + stream]. Rows of `a` are `stride`
     apart. Plain loops handle the tail that does not fill a cache line.
     """
+    per_line = LINE_BYTES // itemsize(a)
+    num_whole = count // per_line * per_line
+    _dot_lines(num_rows, a, a_base, stride, b, b_base, b_stride, num_whole, sums)
+    for i in range(num_whole, count):
+        for row in range(num_rows):
+            for stream in range(NUM_STREAMS):
+                product = load(a, a_base + stride * stream + i) * b[b_base + b_stride * row + i]
+                b[sums + row * NUM_STREAMS + stream] += product
 
-    @inlined
-    def multiply(a, a_base, stride, b, b_base, b_stride, count, sums):  # type: ignore[no-untyped-def]
-        per_line = LINE_BYTES // itemsize(a)
-        num_whole = count // per_line * per_line
-        multiply_lines(a, a_base, stride, b, b_base, b_stride, num_whole, sums)
-        for i in range(num_whole, count):
-            for row in range(num_rows):
-                for stream in range(NUM_STREAMS):
-                    product = load(a, a_base + stride * stream + i) * b[b_base + b_stride * row + i]
-                    b[sums + row * NUM_STREAMS + stream] += product
 
-    @intrinsic
-    def multiply_lines(context, a, a_base, stride, b, b_base, b_stride, count, sums):  # type: ignore[no-untyped-def]
-        i64 = types.int64
-        return types.void(a, i64, i64, b, i64, i64, i64, i64), generate
+@intrinsic(prefer_literal=True)
+def _dot_lines(context, num_rows, a, a_base, stride, b, b_base, b_stride, count, sums):  # type: ignore[no-untyped-def]
+    """Compute `dot_tile` for whole cache lines; all sums stay in registers."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        a, a_base, stride, b, b_base, b_stride, count, sums = args
+        _, a, a_base, stride, b, b_base, b_stride, count, sums = args
+        num_rows = signature.args[0].literal_value
         i64 = count.type
-        itemsize = signature.args[0].dtype.bitwidth // 8
+        itemsize = signature.args[1].dtype.bitwidth // 8
         per_line, ahead = LINE_BYTES // itemsize, AHEAD_BYTES // itemsize
         totals = [zero_variable(builder, LANES) for _ in range(num_rows * NUM_STREAMS)]
         a_bases = [builder.add(a_base, builder.mul(stride, i64(s))) for s in range(NUM_STREAMS)]
@@ -78,11 +72,8 @@ def make_tile(num_rows: int) -> Any:
             builder.store(_sum_lanes(builder, total), target)
         return context.get_dummy_value()
 
-    return multiply
-
-
-dot_row = make_tile(1)
-dot_tile = make_tile(TILE_ROWS)
+    i64 = types.int64
+    return types.void(num_rows, a, i64, i64, b, i64, i64, i64, i64), generate
 
 
 @intrinsic

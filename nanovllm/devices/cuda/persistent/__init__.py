@@ -49,13 +49,13 @@ def build(model: DecoderModel, cache: KVCacheSpec) -> PersistentStep | None:
     from nanovllm.devices.cuda.persistent.persistent_step import PersistentStep
 
     layers = step_layers(model)
-    if problem := find_problem(model, layers):
+    if problem := find_problem(model, layers, cache):
         warn_or_inform(problem, is_served=False)
         return None
     if problem := find_cache_problem(cache):
         warn_or_inform(problem, is_served=True)
         return None
-    shape, constants = step_shape(model, layers), step_constants(model, layers)
+    shape, constants = step_shape(model, layers, cache), step_constants(model, layers)
     try:
         return PersistentStep(shape, step_tensors(model, layers), constants)
     except torch.OutOfMemoryError:

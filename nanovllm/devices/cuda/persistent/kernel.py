@@ -277,7 +277,7 @@ def compute(
     num_layers, VOCAB: gl.constexpr,
 ):  # fmt: skip
     """Run all layers and the LM head, in eight warps of a CTA."""
-    k_caches, v_caches, stride = caches
+    all_caches, stride = caches
     buffer, x_buffer = gl.load(buffer_indices), gl.load(buffer_indices + 1)
     D: gl.constexpr = attention.dim
     NORM: gl.constexpr = exchanges.x.size // 4  # int64 elements per norm weight
@@ -292,30 +292,29 @@ def compute(
     t, g = gl.to_tensor(0), gl.to_tensor(0)
     norm = exchanges.x.load_norm(parameters.norms)
     for layer in range(num_layers):
-        offset = layer.to(gl.int64) * stride
-        k_cache, v_cache = k_caches + offset, v_caches + offset
+        layer_caches = attention.advance(all_caches, layer.to(gl.int64) * stride)
         next_layer = gl.minimum(layer + 1, num_layers - 1)
         skip = (next_layer - layer).to(gl.int64) * stride
         num_keys = first_segment.end - first_segment.first
-        first_k = attention.load_keys(k_cache, offsets[0], num_keys)
-        first_v = attention.load_values(v_cache, offsets[0], num_keys)
+        first_k = attention.load_keys(layer_caches, offsets[0], num_keys)
+        first_v = attention.load_values(layer_caches, offsets[0], num_keys)
         qk_norms = attention.load_norms(parameters.qk_norms + layer * D)
         t, g = project_qkv(stream, t, g, exchanges, norm, parameters, layer, buffer, x_buffer)
-        k = first_k, attention.load_keys(k_cache, offsets[1], num_keys - 32)
-        v = first_v, attention.load_values(v_cache, offsets[1], num_keys - 32)
+        k = first_k, attention.load_keys(layer_caches, offsets[1], num_keys - 32)
+        v = first_v, attention.load_values(layer_caches, offsets[1], num_keys - 32)
         if num_keys > 0:
-            attention.prefetch_unit(offsets, k_cache + skip, v_cache + skip)
+            attention.prefetch_unit(offsets, attention.advance(layer_caches, skip))
         split, segment, count = first_split, first_segment, num_first_splits
         while split < last_split:
             attention.rotate_heads(segment, heads, qk_norms, parameters, buffer)
-            attention.attend(segment, heads, k_cache, v_cache, skip, k, v, buffer)
+            attention.attend(segment, heads, layer_caches, skip, k, v, buffer)
             split += count
             if split < last_split:
                 segment, count = attention.segment(ends, split, last_split)
                 begin, found = segment.first, attention.find_unit(segment, segment.first)
-                k = attention.load_unit_keys(segment, begin, found, k_cache)
-                v = attention.load_unit_values(segment, begin, found, v_cache)
-                attention.prefetch_unit(found, k_cache + skip, v_cache + skip)
+                k = attention.load_unit_keys(segment, begin, found, layer_caches)
+                v = attention.load_unit_values(segment, begin, found, layer_caches)
+                attention.prefetch_unit(found, attention.advance(layer_caches, skip))
         attention.merge(exchanges.attended, is_active, buffer)
         norm = exchanges.y.load_norm(parameters.norms + (2 * layer + 1) * NORM)
         residual, t, g = project_output(
@@ -394,7 +393,7 @@ def load(stream, experts, weights, head, num_layers, SHAPE: gl.constexpr):
 
 @gluon.constexpr_function
 def shape_of(numbers):
-    return StepShape(*numbers[:7], ExpertsShape(*numbers[7:]))
+    return StepShape(*numbers[:7], ExpertsShape(*numbers[8:]), numbers[7])
 
 
 @gluon.jit
@@ -468,7 +467,7 @@ def persistent_step(
         qk_norms is not None, qkv_bias is not None,
     )  # fmt: skip
     sources = (embedding, tokens, tokens_width, context_lens)
-    caches = (caches[0], caches[1], layer_stride)
+    caches = (caches, layer_stride)
     gl.warp_specialize(
         [
             (

@@ -101,14 +101,12 @@ def _step_layer(layer: nn.Module, rope: Tensor) -> StepLayer | None:
 
 def find_cache_problem(cache: KVCacheSpec) -> str | None:
     """Return the reason why the kernel cannot read a KV cache, or None."""
-    if cache.has_exponents:
-        return "the KV cache is FP8"
     if cache.block_size % KEY_TILE:
         return f"kvcache_block_size={cache.block_size} is not a multiple of {KEY_TILE}"
     return None
 
 
-def find_problem(model: DecoderModel, layers: list[StepLayer]) -> str | None:
+def find_problem(model: DecoderModel, layers: list[StepLayer], cache: KVCacheSpec) -> str | None:
     """Return the reason why the kernel cannot run a model on its device, or None."""
     packed = model.lm_head.packed
     head = packed.weight if isinstance(packed, CudaLinear) else None
@@ -130,7 +128,7 @@ def find_problem(model: DecoderModel, layers: list[StepLayer]) -> str | None:
         return "its layers differ in their routing to experts"
     return (
         device_problem(head.device)
-        or step_shape(model, layers).problem
+        or step_shape(model, layers, cache).problem
         or _find_layer_problem(model, layers)
     )
 
@@ -158,7 +156,7 @@ def _find_layer_problem(model: DecoderModel, layers: list[StepLayer]) -> str | N
     return None
 
 
-def step_shape(model: DecoderModel, layers: list[StepLayer]) -> StepShape:
+def step_shape(model: DecoderModel, layers: list[StepLayer], cache: KVCacheSpec) -> StepShape:
     first = layers[0]
     qkv, o, _, down = first.matrices
     dim = 2 * first.rope.shape[-1]
@@ -170,7 +168,8 @@ def step_shape(model: DecoderModel, layers: list[StepLayer]) -> StepShape:
         experts = ExpertsShape(len(first.router), top_k, mlp, is_normalized)
         mlp *= top_k
     vocab, hidden = _head(model).shape
-    return StepShape(hidden, num_heads, num_kv_heads, dim, mlp, vocab, _bits(qkv), experts)
+    heads, cache_bits = (num_heads, num_kv_heads, dim), 8 * cache.dtype.itemsize
+    return StepShape(hidden, *heads, mlp, vocab, _bits(qkv), experts, cache_bits)
 
 
 def step_constants(model: DecoderModel, layers: list[StepLayer]) -> StepConstants:

@@ -149,19 +149,22 @@ class PersistentStep:
         assert logits.dtype == torch.float32
         rows = len(slots)
         shape, constants = self.shape, self.constants
-        k, v = caches[0].k.view(torch.int32), caches[0].v.view(torch.int32)
-        # The stride between layers is uniform, and the same for keys and values.
-        stride = 0 if len(caches) == 1 else caches[1].k.data_ptr() - caches[0].k.data_ptr()
+        # The stride between layers is uniform, and the same for keys and values. An exponent
+        # belongs to a row, so the strides of FP8 rows and of exponents differ by the head's size.
+        first, second = caches[0].parts, caches[min(1, len(caches) - 1)].parts
+        strides = [b.data_ptr() - a.data_ptr() for a, b in zip(first, second, strict=True)]
+        assert all(stride * shape.head_dim == strides[0] for stride in strides[2:])
+        k, v = (rows.view(torch.int32) for rows in first[:2])
         persistent_step[(NUM_CTAS.value,)](
             *self._weights,
             self._vectors,
-            (k, v),
+            (k, v, *first[2:]),
             (slots, lengths, tokens, tokens.stride(0), block_table, block_table.stride(0)),
             (self._buffer_indices[rows], self._flag),
             self._exchanges[rows],
             (logits, context_lens),
             (
-                stride // 4,
+                strides[0] // 4,
                 self.num_layers,
                 constants.window,
                 constants.eps,

@@ -72,6 +72,7 @@ class StepShape:
     vocab: int
     bits: int = 16  # bits per weight; the LM head and the router always have 16
     experts: ExpertsShape = NO_EXPERTS
+    cache_bits: int = 16  # bits per value of the KV cache: 16 or 8 (FP8)
 
     @property
     def q(self) -> int:
@@ -85,7 +86,8 @@ class StepShape:
     def numbers(self) -> tuple[int, ...]:
         """All fields as a tuple: a dataclass cannot be a parameter of a kernel."""
         heads = self.num_heads, self.num_kv_heads, self.head_dim
-        return self.hidden, *heads, self.mlp, self.vocab, self.bits, *self.experts
+        bits = self.bits, self.cache_bits
+        return self.hidden, *heads, self.mlp, self.vocab, *bits, *self.experts
 
     @property
     def problem(self) -> str | None:
@@ -356,7 +358,10 @@ def output_chunks(shape, rows):
 def num_slots(shape, rows):
     """Return the number of ring slots (at most 12) that fit beside the scratch memory."""
     num_staged = max(num_chunks(shape.hidden, shape.bits), *output_chunks(shape, rows))
-    heads = num_head_vectors(shape.num_heads // shape.num_kv_heads, rows) * shape.head_dim * 2
+    vectors = num_head_vectors(shape.num_heads // shape.num_kv_heads, rows)
+    heads = vectors * shape.head_dim * 2
+    if shape.cache_bits == 8:  # their FP8 values and exponents, and the inverse scales of a unit
+        heads += vectors * (shape.head_dim + 4) + UNIT.value * 4
     sums = 2 * 256 * num_sum_blocks(shape, rows) * rows
     scratch = max(num_staged * 2048 * rows, 8192) + heads + sums + 3072
     return min(12, (SHARED_BYTES - scratch) // (2 * HALF_BYTES.value + 4 * slot_scales(shape)))
@@ -468,9 +473,18 @@ def merge_layout(num_kv_heads):
 
 
 @gluon.constexpr_function
-def key_layout():
-    """Return the layout of 32 keys as words of two bfloat16: [4, 8, dim / 64, 32]."""
-    return gl.BlockedLayout([1, 1, 1, 8], [1, 8, 1, 4], [4, 1, 2, 1], [3, 2, 1, 0])
+def key_layout(bits):
+    """Return the layout of 32 keys as words: [4, 8, dim / 64, 32], or 16 words per segment in FP8.
+
+    With either number of bits, a thread has the same 16 dimensions of a key.
+    """
+    return gl.BlockedLayout([1, 1, 1, bits // 2], [1, 8, 1, 4], [4, 1, 2, 1], [3, 2, 1, 0])
+
+
+@gluon.constexpr_function
+def score_layout():
+    """Return the layout of the scores of 16 of 32 keys: [4, 8 heads, dim / 64, 4]."""
+    return gl.BlockedLayout([1, 1, 1, 1], [1, 8, 1, 4], [4, 1, 2, 1], [3, 2, 1, 0])
 
 
 @gluon.constexpr_function

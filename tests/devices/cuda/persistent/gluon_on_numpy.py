@@ -17,6 +17,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import torch
 
 import nanovllm.devices.cuda
 
@@ -44,7 +45,15 @@ class Array(np.ndarray):
         return array(self - other)
 
 
-TYPES = {"bfloat16": np.uint16, "int32": np.int32, "int64": np.int64, "float32": np.float32}
+TYPES = {
+    "bfloat16": np.uint16,
+    "float16": np.float16,
+    "float32": np.float32,
+    "uint8": np.uint8,
+    "int16": np.int16,
+    "int32": np.int32,
+    "int64": np.int64,
+}
 
 
 def array(values: Any) -> Array:
@@ -86,7 +95,7 @@ class Shared:
 
 
 class Pointer:
-    """Pointers into a flat array; offsets count its elements.
+    """Pointers into a flat array; offsets count its elements, or bytes after `.to("int64")`.
 
     `late` is called when the first poll finds a value missing, and stores it.
     """
@@ -104,12 +113,13 @@ class Pointer:
         return self
 
     def to(self, dtype: str) -> Pointer:
-        return self
+        return Pointer(self.memory.view(np.uint8), self.at * self.memory.itemsize, self.late)
 
-    def words(self, offset: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+    def words(self, offset: int, count: int, kind: type = np.int32) -> tuple[np.ndarray, Any]:
         """The array as words, and indices of `count` words at `offset` bytes from each pointer."""
-        first = (np.asarray(self.at) * self.memory.itemsize + offset) // 4
-        return self.memory.view(np.int32), first[..., None] + np.arange(count)
+        memory = self.memory.view(kind)
+        first = (np.asarray(self.at) * self.memory.itemsize + offset) // memory.itemsize
+        return memory, first[..., None] + np.arange(count)
 
 
 def load(pointer: Pointer, mask: Any = None, other: Any = 0, **options: Any) -> Array:
@@ -200,13 +210,18 @@ def _run(line: str, registers: dict[str, Any]) -> None:
         if each.strip()
     ]
     if name.startswith("mma"):
-        _multiply(operands, registers)
+        _multiply(operands, registers, is_float16=".f16.f16." in name)
     elif name.startswith(("ld.", "st.")):
         _access(name, operands, registers, guard)
     elif not name.startswith("createpolicy") and "bar." not in name:
         target, *sources = operands
         values = [_value(source, registers) for source in sources]
-        registers[target] = OPERATIONS[name](*values)
+        if target.startswith("{"):  # a word becomes two 16-bit registers
+            halves = _bits(values[0])
+            for i, half in enumerate(target.strip("{}").split(",")):
+                registers[half.strip()] = (halves >> np.uint32(16 * i)) & np.uint32(0xFFFF)
+        else:
+            registers[target] = OPERATIONS[name](*values)
 
 
 def _access(name: str, operands: list[str], registers: dict[str, Any], guard: Any) -> None:
@@ -214,7 +229,8 @@ def _access(name: str, operands: list[str], registers: dict[str, Any], guard: An
     address, names = operands[:2] if name.startswith("st.") else operands[1::-1]
     pointer, _, offset = address[1:-1].partition(" + ")
     words = [each.strip() for each in names.strip("{}").split(",")]
-    memory, at = registers[pointer].words(int(offset or 0), len(words))
+    kind = np.uint16 if name.endswith(".u16") else np.int32
+    memory, at = registers[pointer].words(int(offset or 0), len(words), kind)
     guard = np.broadcast_to(guard, at.shape[:-1])
     for i, word in enumerate(words):
         if name.startswith("st."):
@@ -222,7 +238,8 @@ def _access(name: str, operands: list[str], registers: dict[str, Any], guard: An
             memory[at[..., i][guard]] = values[guard]
         else:
             before = _bits(registers.get(word, np.zeros((), np.uint32)))
-            found = memory[np.where(guard, at[..., i], 0)].view(np.uint32)
+            found = memory[np.where(guard, at[..., i], 0)]
+            found = found.astype(np.uint32) if kind is np.uint16 else found.view(np.uint32)
             registers[word] = np.where(guard, found, before)
 
 
@@ -247,7 +264,7 @@ def _lop3(a: Any, b: Any, c: Any, table: Any) -> Any:
 
 
 def _swap_lanes(values: np.ndarray, distance: Any, clamp: Any, mask: Any) -> np.ndarray:
-    lanes = values.reshape(8, 32)[:, np.arange(32) ^ int(distance)]
+    lanes = values.reshape(-1, 32)[:, np.arange(32) ^ int(distance)]
     return lanes.reshape(values.shape)
 
 
@@ -262,6 +279,21 @@ def _pack(high: Any, low: Any) -> Any:
     return low | (high << np.uint32(16))
 
 
+def _pack_float16(high: Any, low: Any) -> Any:
+    low, high = (each.astype(np.float16).view(np.uint16).astype(np.uint32) for each in (low, high))
+    return low | (high << np.uint32(16))
+
+
+def _pack_fp8(high: Any, low: Any) -> Any:
+    both = torch.from_numpy(np.stack((low, high), -1)).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return both.view(torch.uint8).numpy().view(np.uint16)[..., 0].astype(np.uint32)
+
+
+def _upcast_fp8(pair: Any) -> Any:
+    values = torch.from_numpy(np.ascontiguousarray(pair, np.uint16)[..., None].view(np.uint8))
+    return values.view(torch.float8_e4m3fn).half().numpy().view(np.uint32)[..., 0]
+
+
 def _as_array(a: Any) -> Any:
     return a if isinstance(a, np.ndarray) else np.full((), a, np.uint32)
 
@@ -272,6 +304,11 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "mov.f32": lambda a: a,
     "prmt.b32": _halves,
     "cvt.rn.bf16x2.f32": _pack,
+    "cvt.rn.f16x2.f32": _pack_float16,
+    "cvt.rn.satfinite.e4m3x2.f32": _pack_fp8,
+    "cvt.rn.f16x2.e4m3x2": _upcast_fp8,
+    "cvt.u16.u32": lambda a: _bits(a) & np.uint32(0xFFFF),
+    "cvt.u32.u16": lambda a: a,
     "setp.ne.u32": lambda a, b: _bits(a) != b,
     "setp.eq.u32": lambda a, b: _bits(a) == b,
     "setp.gt.s32": lambda a, b: np.asarray(a).astype(np.int64) > int(b),
@@ -289,22 +326,26 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
 }
 
 
-def _multiply(operands: list[str], registers: dict[str, np.ndarray]) -> None:
+def _multiply(
+    operands: list[str], registers: dict[str, np.ndarray], is_float16: bool = False
+) -> None:
     """m16n8k16: thread [i, j] holds elements of rows i and i + 8 of A, and of column i of B."""
     sums, left, right, _ = ([each.strip() for each in o[1:-1].split(",")] for o in operands)
-    b = _pairs(registers[right[0]], registers[right[1]])
+    b = _pairs(registers[right[0]], registers[right[1]], is_float16)
     for part in range(2):  # rows 0 to 7 of A, then rows 8 to 15
-        a = _pairs(registers[left[part]], registers[left[part + 2]])
+        a = _pairs(registers[left[part]], registers[left[part + 2]], is_float16)
         product = np.einsum("wmk,wnk->wmn", *np.broadcast_arrays(a, b)).reshape(-1, 8, 4, 2)
         for i, name in enumerate(sums[2 * part :][:2]):
             registers[name] = (registers[name] + product[..., i]).astype(np.float32)
 
 
-def _pairs(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Unpack two words of two bfloat16 in each thread to float64 [8 warps, 8 rows, 16 columns]."""
+def _pairs(first: np.ndarray, second: np.ndarray, is_float16: bool) -> np.ndarray:
+    """Unpack two words of two 16-bit values in each thread to float64 [8 warps, 8 rows, 16]."""
     words = np.stack(np.broadcast_arrays(_bits(first), _bits(second)), -1)
     if words.shape[-3:-1] != (8, 4):
         words = np.broadcast_to(words, (*words.shape[:-3], 8, 4, 2))
+    if is_float16:
+        return np.ascontiguousarray(words).view(np.float16).reshape(-1, 8, 16).astype(np.float64)
     halves = np.stack((words << np.uint32(16), words & np.uint32(0xFFFF0000)), -1)
     return halves.view(np.float32).reshape(-1, 8, 16).astype(np.float64)
 
@@ -321,8 +362,14 @@ class Text(str):
         return str(self)
 
 
+class Several(tuple[Any, ...]):
+    @property
+    def value(self) -> tuple[Any, ...]:
+        return tuple(self)
+
+
 def constexpr(value: Any) -> Any:
-    kinds: dict[type, Callable[[Any], Any]] = {int: Number, str: Text}
+    kinds: dict[type, Callable[[Any], Any]] = {int: Number, str: Text, tuple: Several}
     return kinds.get(type(value), lambda same: same)(value)
 
 
@@ -355,6 +402,7 @@ def make_language() -> ModuleType:
     gl.where = where
     gl.maximum = lambda a, b: array(np.maximum(a, b))
     gl.minimum = lambda a, b: array(np.minimum(a, b))
+    gl.abs = lambda t: array(np.abs(t))
     gl.exp2 = lambda t: array(np.exp2(t))
     gl.rsqrt = lambda t: array(1 / np.sqrt(t))
     gl.full = lambda shape, value, dtype, layout: array(np.full(shape, value, TYPES[dtype]))

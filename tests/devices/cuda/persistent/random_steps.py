@@ -15,8 +15,10 @@ from nanovllm.devices.cuda.persistent.persistent_step import (
     StepTensors,
 )
 from nanovllm.devices.cuda.persistent.sizes import StepShape
+from nanovllm.ops import fp8
 from nanovllm.ops.interface import LayerCache, Routing
 from nanovllm.ops.quantized_weight import QuantizedWeight, pack_words
+from nanovllm.worker.kv_cache import KVCacheSpec, LayerGroups, Place
 from tests.devices.cuda.persistent.reference import reference_step
 from tests.ops.quantized_products import quantize_blocks, quantize_int4
 
@@ -33,7 +35,7 @@ class Variant:
 class RandomStep:
     """A model with random weights, and a cache for `max_context` tokens of some sequences.
 
-    Slot 0 is padding; every other slot has a sequence.
+    The cache is FP8 if the shape says so. Slot 0 is padding; every other slot has a sequence.
     """
 
     def __init__(
@@ -48,9 +50,7 @@ class RandomStep:
         self.constants = StepConstants(1e-6, scale, variant.window, routing)
         num_slots = num_sequences + 1
         each = -(-max_context // variant.block_size)
-        sizes = variant.num_layers, 2, num_slots * each, variant.block_size, shape.num_kv_heads
-        caches = self._random(*sizes, shape.head_dim)
-        self.k, self.v = [layer[0] for layer in caches], [layer[1] for layer in caches]
+        self.caches = self._caches(num_slots * each)
         order = torch.randperm(num_slots * each, generator=self.generator, device="cuda")
         self.table = order.view(num_slots, each).int()
         self.lengths = torch.zeros(num_slots, dtype=torch.int32, device="cuda")
@@ -71,9 +71,8 @@ class RandomStep:
     def run(self) -> Tensor:
         """Run a step; return its logits, which the next run overwrites."""
         tables, rows = (self.lengths, self.tokens, self.table), slice(len(self.slots))
-        caches = [LayerCache(k, v) for k, v in zip(self.k, self.v, strict=True)]
         outputs = self.logits[rows], self.context_lens[rows]
-        self.step.run(self.slots, *tables, caches, *outputs, self.verifies)
+        self.step.run(self.slots, *tables, self.caches, *outputs, self.verifies)
         return self.logits[rows]
 
     def run_rows(self, slots: list[int], lengths: dict[int, int], verifies: bool = False) -> Tensor:
@@ -86,6 +85,32 @@ class RandomStep:
         torch.cuda.synchronize()
         assert not self.step.gave_up()
         return logits
+
+    @property
+    def cache_parts(self) -> list[Tensor]:
+        """All tensors of the cache; FP8 ones as bytes."""
+        return [part for cache in self.caches for part in cache.parts]
+
+    def overwrite_cache(self, block: Tensor, first: int) -> None:
+        """Overwrite a block of the cache from a token on, in all layers."""
+        for cache in self.caches:
+            for rows in cache.parts[:2]:
+                rows[block, first:] = 1
+            for exponents in cache.parts[2:]:
+                exponents[block, :, first:] = 1
+
+    def values(self) -> list[list[Tensor]]:
+        """Return copies of the keys and of the values of all layers, [tokens, KV heads, dim]."""
+        found: list[list[Tensor]] = [[], []]
+        for cache in self.caches:
+            exponents = cache.k_exponents, cache.v_exponents
+            for rows, each, layers in zip((cache.k, cache.v), exponents, found, strict=True):
+                if each is None:
+                    layers.append(rows.flatten(0, 1).clone())
+                else:
+                    quantized = fp8.Fp8Rows(rows, each.transpose(1, 2))
+                    layers.append(fp8.dequantize(quantized, torch.bfloat16).flatten(0, 1))
+        return found
 
     def slot_mapping(self, slot: int, context: int) -> Tensor:
         positions, size = torch.arange(context, device="cuda"), self.variant.block_size
@@ -100,9 +125,8 @@ class RandomStep:
             for row, slot in enumerate(slots)
             if slot
         ]
-        flat = [[cache.flatten(0, 1) for cache in caches] for caches in (self.k, self.v)]
-        exact, wide = self._reference(rows, flat, torch.float32)
-        plain, _ = self._reference(rows, flat, torch.bfloat16)
+        exact, wide = self._reference(rows, torch.float32)
+        plain, _ = self._reference(rows, torch.bfloat16)
         logits = self.run_rows(slots, lengths, verifies)
         for row, _, context in rows:
             assert self.context_lens[row] == context
@@ -111,16 +135,16 @@ class RandomStep:
         last = torch.stack([self.slot_mapping(slot, context)[-1] for _, slot, context in rows])
         written, wanted = (
             torch.stack([cache[last].float() for caches in both for cache in caches])
-            for both in (flat, wide)
+            for both in (self.values(), wide)
         )
         return max(ours), max(theirs), difference(written, wanted)
 
     def _reference(
-        self, rows: list[tuple[int, int, int]], flat: list[list[Tensor]], dtype: torch.dtype
+        self, rows: list[tuple[int, int, int]], dtype: torch.dtype
     ) -> tuple[list[Tensor], list[list[Tensor]]]:
         """Run rows one after another; return their logits, and float32 caches after them."""
-        caches = [[cache.clone() for cache in each] for each in flat]
-        wide = [[cache.float() for cache in each] for each in flat]
+        caches, is_fp8 = self.values(), self.shape.cache_bits == 8
+        wide = [[cache.float() for cache in each] for each in caches]
         logits = []
         for _, slot, context in rows:
             slot_mapping, token = (
@@ -128,10 +152,30 @@ class RandomStep:
                 int(self.tokens[slot, context - 1]),
             )
             arguments = self.tensors, self.constants, token, slot_mapping
-            logits.append(reference_step(*arguments, *caches, dtype))
+            logits.append(reference_step(*arguments, *caches, dtype, is_fp8))
             if dtype == torch.float32:
-                reference_step(*arguments, *wide, dtype)
+                reference_step(*arguments, *wide, dtype, is_fp8)
         return logits, wide
+
+    def _caches(self, num_blocks: int) -> list[LayerCache]:
+        shape, variant = self.shape, self.variant
+        dtype = torch.bfloat16 if shape.cache_bits == 16 else fp8.FP8
+        heads = shape.num_kv_heads, shape.head_dim
+        places = tuple(Place(0, row) for row in range(variant.num_layers))
+        groups = LayerGroups((None,), places, variant.num_layers)
+        spec = KVCacheSpec(groups, variant.block_size, *heads, dtype)
+        buffer = torch.zeros(num_blocks * spec.block_bytes, dtype=torch.uint8, device="cuda")
+        caches = spec.views(buffer, num_blocks)
+        for cache in caches:
+            exponents = cache.k_exponents, cache.v_exponents
+            for rows, each in zip((cache.k, cache.v), exponents, strict=True):
+                values = self._random(*rows.shape)
+                if each is not None:
+                    quantized = fp8.quantize(values * self._random(*rows.shape[:-1], 1).exp2())
+                    each.copy_(quantized.exponents.transpose(1, 2))
+                    values = quantized.values
+                rows.copy_(values)
+        return caches
 
     def _tensors(self, max_context: int) -> StepTensors:
         shape, variant, random = self.shape, self.variant, self._random

@@ -11,6 +11,7 @@ from nanovllm.devices.cuda.persistent.persistent_step import (
     StepConstants,
     StepTensors,
 )
+from nanovllm.ops import fp8
 from nanovllm.ops.interface import Routing
 from nanovllm.ops.torch_ops import TorchOps, rms_norm, rotate
 
@@ -23,10 +24,12 @@ def reference_step(
     k_caches: list[Tensor],
     v_caches: list[Tensor],
     dtype: torch.dtype,
+    is_fp8: bool = False,
 ) -> Tensor:
     """Return the logits [vocab] of a context's last token, and store its keys and values.
 
-    `offsets` are the slots of the context's tokens in caches [tokens, kv_heads, head_dim].
+    `offsets` are the slots of the context's tokens in caches [tokens, kv_heads, head_dim]. With
+    `is_fp8`, the caches hold the values of an FP8 cache, dequantized.
     """
     x = tensors.embedding[token].to(dtype)
     for layer in range(len(tensors.norms)):
@@ -36,7 +39,7 @@ def reference_step(
         k_cache, v_cache = k_caches[layer], v_caches[layer]
         qk_norms = None if tensors.qk_norms is None else tensors.qk_norms[layer]
         angles = tensors.rope[len(offsets) - 1]
-        output = _attend(qkv, qk_norms, angles, offsets, k_cache, v_cache, constants)
+        output = _attend(qkv, qk_norms, angles, offsets, k_cache, v_cache, constants, is_fp8)
         x = x + F.linear(output, _plain(tensors.o)[layer].to(dtype))
         normed = rms_norm(x, mlp_norm, constants.eps)
         gate_up, down = _plain(tensors.gate_up)[layer], _plain(tensors.down)[layer]
@@ -74,6 +77,7 @@ def _attend(
     k_cache: Tensor,
     v_cache: Tensor,
     constants: StepConstants,
+    is_fp8: bool,
 ) -> Tensor:
     num_kv_heads, head_dim = k_cache.shape[1:]
     heads = qkv.view(-1, head_dim)
@@ -81,6 +85,12 @@ def _attend(
     if norms is not None:
         q, k = (rms_norm(x, norms[i], constants.eps) for i, x in enumerate((q, k)))
     q, k = (rotate(x, angles[0], angles[1]) for x in (q, k))
+    if is_fp8:
+        q, k = (
+            fp8.hadamard_transform(x, exponent).to(x.dtype)
+            for x, exponent in zip((q, k), fp8.hadamard_exponents(head_dim), strict=True)
+        )
+        k, v = (fp8.dequantize(fp8.quantize(x), x.dtype) for x in (k, v))
     k_cache[offsets[-1]], v_cache[offsets[-1]] = k.to(k_cache.dtype), v.to(v_cache.dtype)
     seen = offsets if constants.window is None else offsets[-constants.window :]
     keys, values = k_cache[seen].to(q.dtype), v_cache[seen].to(q.dtype)

@@ -23,8 +23,8 @@ from nanovllm.devices.cuda.persistent import build
 from nanovllm.devices.cuda.persistent import packed_weights as weights
 from nanovllm.devices.cuda.persistent.persistent_step import StackedQuantized
 from nanovllm.devices.cuda.persistent.sizes import ExpertsShape, StepShape
+from nanovllm.layers.all_heads_norm import AllHeadsNorm
 from nanovllm.layers.build import BuildContext
-from nanovllm.layers.layernorm import AllHeadsNorm
 from nanovllm.models.decoder import DecoderModel
 from nanovllm.models.registry import build_model, read_config
 from nanovllm.ops.fp8 import FP8
@@ -65,7 +65,7 @@ def loaded_model(name: str, dtype: torch.dtype = torch.bfloat16, **changes: Any)
 
 
 def problem_of(model: DecoderModel) -> str | None:
-    return weights.find_problem(model, weights.step_layers(model))
+    return weights.find_problem(model, weights.step_layers(model), CACHE)
 
 
 @pytest.fixture(autouse=True)
@@ -121,10 +121,17 @@ def test_supported_models(name: str, changes: dict[str, Any], problem: str | Non
     assert found is None if problem is None else problem in str(found)
 
 
-@pytest.mark.parametrize("change", [{"dtype": FP8}, {"block_size": 48}], ids=str)
-def test_unsupported_caches(change: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
-    assert build(loaded_model("qwen3-0.6b"), replace(CACHE, **change)) is None
+def test_unsupported_caches(caplog: pytest.LogCaptureFixture) -> None:
+    assert build(loaded_model("qwen3-0.6b"), replace(CACHE, block_size=48)) is None
     assert "cache" in warning_in(caplog)
+
+
+def test_the_shape_includes_the_dtype_of_the_cache() -> None:
+    model = loaded_model("qwen3-0.6b")
+    layers, cache = weights.step_layers(model), replace(CACHE, dtype=FP8)
+    assert weights.find_problem(model, layers, cache) is None
+    assert weights.step_shape(model, layers, CACHE).cache_bits == 16
+    assert weights.step_shape(model, layers, cache).cache_bits == 8
 
 
 def warning_in(caplog: pytest.LogCaptureFixture) -> str:
@@ -174,7 +181,7 @@ def test_supported_experts(changes: dict[str, Any], problem: str | None) -> None
     if problem is None:
         layers = weights.step_layers(model)
         experts = StepShape(256, 4, 2, 128, 256, 200, 16, ExpertsShape(6, 2, 128, True))
-        assert weights.step_shape(model, layers) == experts
+        assert weights.step_shape(model, layers, CACHE) == experts
         tensors = weights.step_tensors(model, layers)
         assert isinstance(tensors.down, Tensor)
         assert tensors.down.shape == (3, 6, 256, 128)

@@ -53,10 +53,11 @@ def test_equals_the_reference(shape) -> None:  # type: ignore[no-untyped-def]
         check(step.errors([1], {1: context}), context)
 
 
-def check(errors: tuple[float, float, float], case: object) -> None:
+def check(errors: tuple[float, float, float], case: object, is_fp8: bool = False) -> None:
+    """With an FP8 cache, any difference may round a new key or value to another FP8 value."""
     kernel, plain, cache = errors
-    assert kernel < 1.3 * plain + 1e-4, case
-    assert cache < 0.01, case
+    assert kernel < (2 if is_fp8 else 1.3) * plain + 1e-4, case
+    assert cache < (0.05 if is_fp8 else 0.01), case
 
 
 # name, bits, rows
@@ -67,35 +68,51 @@ SEVERAL_ROWS = [
     *[("qwen2.5-7b", 16, 4), ("qwen2.5-7b", 4, 2)],
     *[("tiny", 16, 8), ("tiny", 8, 4), ("tiny", 4, 2), ("tiny", 4, 4)],
 ]
+SEVERAL_ROWS_FP8 = [
+    *(("qwen3-0.6b", 16, rows) for rows in (1, 2, 4, 8)),
+    *(("llama-3.2-1b", bits, rows) for bits in (16, 8) for rows in (1, 4)),
+    *[("qwen3-8b", 8, 1), ("qwen3-8b", 8, 4), ("qwen2.5-7b", 16, 4), ("qwen2.5-0.5b", 16, 8)],
+    *[("tiny", 16, 8), ("tiny", 8, 4), ("tiny", 4, 2)],
+]
 
 
-@pytest.mark.parametrize(("name", "bits", "rows"), SEVERAL_ROWS)
-def test_several_rows(name: str, bits: int, rows: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "bits", "rows", "cache_bits"),
+    [(*case, 16) for case in SEVERAL_ROWS] + [(*case, 8) for case in SEVERAL_ROWS_FP8],
+)
+def test_several_rows(name: str, bits: int, rows: int, cache_bits: int) -> None:
     """Covers separate sequences of any lengths, padding, and consecutive tokens of a sequence."""
     from nanovllm.devices.cuda.persistent.sizes import StepShape
     from tests.devices.cuda.persistent.random_steps import RandomStep, Variant
 
-    shape = StepShape(*SHAPES[name], bits)
-    has_bias = shape.hidden == 3584
+    shape, is_fp8 = StepShape(*SHAPES[name], bits, cache_bits=cache_bits), cache_bits == 8
+    assert rows in shape.rows
+    has_bias = shape.hidden in (896, 3584)
     step = RandomStep(shape, Variant(has_qk_norm=not has_bias, has_bias=has_bias), 1300, 8)
     lengths = dict(enumerate((1, 1300, 33, 400, 65, 64, 1025, 7), start=1))
-    for slots in ([2, 3], [1, 4, 0, 6], [8, 7, 6, 0, 4, 3, 2, 1], [1, 2, 3, 4, 5, 6, 7, 8]):
+    separate = [[slot] for slot in lengths] + [[2, 3], [1, 4, 0, 6]]
+    for slots in (*separate, [8, 7, 6, 0, 4, 3, 2, 1], [1, 2, 3, 4, 5, 6, 7, 8]):
         if len(slots) == rows:
-            check(step.errors(slots, lengths), slots)
+            check(step.errors(slots, lengths), slots, is_fp8)
     for slots in ([4, 4], [4, 4, 4, 0], [3, 3, 3, 3], [4] * 8, [7, 7, 7, 5, 5, 5, 5, 0]):
         if len(slots) == rows:
-            check(step.errors(slots, lengths, verifies=True), slots)
+            check(step.errors(slots, lengths, verifies=True), slots, is_fp8)
 
 
 @pytest.mark.parametrize(
-    ("name", "bits"),
-    [("qwen3-0.6b", 16), ("qwen3-0.6b", 8), ("qwen3-0.6b", 4), ("qwen3-8b", 16), ("tiny", 16)],
+    ("name", "bits", "cache_bits"),
+    [
+        *(("qwen3-0.6b", bits, 16) for bits in (16, 8, 4)),
+        *[("qwen3-8b", 16, 16), ("tiny", 16, 16)],
+        *[("qwen3-0.6b", 16, 8), ("qwen3-0.6b", 8, 8), ("llama-3.2-1b", 16, 8), ("tiny", 16, 8)],
+    ],
 )
-def test_bits_do_not_depend_on_other_rows(name: str, bits: int) -> None:
+def test_bits_do_not_depend_on_other_rows(name: str, bits: int, cache_bits: int) -> None:
     from nanovllm.devices.cuda.persistent.sizes import StepShape
     from tests.devices.cuda.persistent.random_steps import RandomStep, Variant
 
-    step = RandomStep(StepShape(*SHAPES[name], bits), Variant(3), 1300, 8)
+    shape = StepShape(*SHAPES[name], bits, cache_bits=cache_bits)
+    step = RandomStep(shape, Variant(3), 1300, 8)
     lengths = dict(enumerate((1, 1300, 33, 400, 65, 64, 1025, 7), start=1))
     alone = {slot: step.run_rows([slot], lengths)[0] for slot in lengths}
     sizes = step.shape.rows
@@ -107,8 +124,8 @@ def test_bits_do_not_depend_on_other_rows(name: str, bits: int) -> None:
     for count in range(1, sizes[-1] + 1):
         rows = next(rows for rows in sizes if rows >= count)
         for last in range(count, 9, count):
-            for cache in (*step.k, *step.v):  # previous contents of the cache do not matter
-                cache[step.table[4, 6], 12 + last - count :] = 1.0
+            # Previous contents of the cache do not matter.
+            step.overwrite_cache(step.table[4, 6], 12 + last - count)
             slots = [4] * count + [0] * (rows - count)
             found = step.run_rows(slots, {4: 396 + last}, verifies=True)
             for i in range(count):
@@ -145,7 +162,7 @@ def test_experts(name: str, bits: int) -> None:
     assert (max(caches) if num_layers == 1 else statistics.median(caches)) < 0.01
 
 
-@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize(("rows", "cache_bits"), [(1, 16), (4, 16), (1, 8), (4, 8)])
 @pytest.mark.parametrize(
     "change",
     [
@@ -158,25 +175,57 @@ def test_experts(name: str, bits: int) -> None:
     ],
     ids=str,
 )
-def test_variants(change: dict[str, object], rows: int) -> None:
+def test_variants(change: dict[str, object], rows: int, cache_bits: int) -> None:
     from nanovllm.devices.cuda.persistent.sizes import StepShape
     from tests.devices.cuda.persistent.random_steps import RandomStep, Variant
 
-    step = RandomStep(StepShape(*SHAPES["tiny"]), replace(Variant(), **change), 700, 4)
+    shape = StepShape(*SHAPES["tiny"], cache_bits=cache_bits)
+    step = RandomStep(shape, replace(Variant(), **change), 700, 4)
     for context in (1, 99, 100, 101, 650):
         lengths = dict(enumerate((context, 1 + context // 2, 100, 333), start=1))
-        check(step.errors([1, 2, 3, 4][:rows], lengths), context)
+        check(step.errors([1, 2, 3, 4][:rows], lengths), context, cache_bits == 8)
+
+
+@pytest.mark.parametrize("name", ["qwen3-0.6b", "llama-3.2-1b"])
+def test_new_rows_are_those_of_separate_kernels(name: str) -> None:
+    """The kernel that writes an FP8 cache in other steps gets the same q, k and v."""
+    from nanovllm.devices.cuda.kernels.elementwise import rope_write
+    from nanovllm.devices.cuda.persistent.sizes import StepShape
+    from nanovllm.ops.interface import LayerCache
+    from tests.devices.cuda.persistent.random_steps import RandomStep, Variant
+
+    shape = StepShape(*SHAPES[name], cache_bits=8)
+    step = RandomStep(shape, Variant(1, has_qk_norm=False), 700, 8)
+    lengths = dict(enumerate((1, 64, 65, 130, 257, 400, 513, 690), start=1))
+    (cache,) = step.caches
+    other = LayerCache(*(part.clone() for part in cache.parts))
+    step.run_rows(list(lengths), lengths)
+    qkv = step.step._exchanges[8][4][0, 0, :, : shape.qkv].view(torch.bfloat16)
+    assert qkv.isfinite().all()
+    slots = torch.stack([step.slot_mapping(slot, length)[-1] for slot, length in lengths.items()])
+    positions = torch.tensor(list(lengths.values()), device="cuda") - 1
+    heads = qkv.reshape(8, -1, shape.head_dim).clone()
+    rope_write(heads, None, step.tensors.rope, positions, other, slots)
+    k, v, k_exponents, v_exponents = zip(cache.parts, other.parts, strict=True)
+    assert torch.equal(*v)
+    assert torch.equal(*v_exponents)
+    # The compiler may contract other products of RoPE.
+    assert torch.equal(*k_exponents)
+    assert (k[0] != k[1]).sum() < 0.01 * len(lengths) * shape.num_kv_heads * shape.head_dim
 
 
 @pytest.mark.parametrize("length", [0, 250], ids=["padding", "250"])
 @pytest.mark.parametrize(
-    ("name", "bits", "rows"),
-    [(name, bits, 1) for name in ("tiny", "few") for bits in (16, 4)]
-    + [("smollm2-135m", 16, 1), ("qwen2.5-0.5b", 16, 1)]
-    + [("tiny", 16, 8), ("tiny", 8, 4), ("tiny", 4, 4)]
-    + [("tiny", 16, 2), ("qwen2.5-0.5b", 16, 4)],
+    ("name", "bits", "rows", "cache_bits"),
+    [(name, bits, 1, 16) for name in ("tiny", "few") for bits in (16, 4)]
+    + [("smollm2-135m", 16, 1, 16), ("qwen2.5-0.5b", 16, 1, 16)]
+    + [("tiny", 16, 8, 16), ("tiny", 8, 4, 16), ("tiny", 4, 4, 16)]
+    + [("tiny", 16, 2, 16), ("qwen2.5-0.5b", 16, 4, 16)]
+    + [("tiny", 8, 1, 8), ("tiny", 16, 8, 8), ("few", 16, 1, 8), ("qwen2.5-0.5b", 16, 4, 8)],
 )
-def test_many_steps_in_a_graph_are_alike(name: str, bits: int, rows: int, length: int) -> None:
+def test_many_steps_in_a_graph_are_alike(
+    name: str, bits: int, rows: int, cache_bits: int, length: int
+) -> None:
     """CTAs that run ahead or fall behind must not read a value of another step or layer.
 
     CTAs of a narrow model, or without keys, wait the least for others.
@@ -185,7 +234,7 @@ def test_many_steps_in_a_graph_are_alike(name: str, bits: int, rows: int, length
     from tests.devices.cuda.persistent.random_steps import RandomStep, Variant
 
     experts, sizes = EXPERTS[name] if name in EXPERTS else ((), SHAPES[name])
-    shape = StepShape(*sizes, bits, ExpertsShape(*experts))
+    shape = StepShape(*sizes, bits, ExpertsShape(*experts), cache_bits)
     step = RandomStep(shape, Variant(num_layers=3), 300, rows)
     for slot in range(rows + 1):
         step.lengths[slot] = max(length - 29 * slot, 0)
@@ -202,18 +251,19 @@ def test_many_steps_in_a_graph_are_alike(name: str, bits: int, rows: int, length
     assert not step.step.gave_up()
 
 
-def test_padding_writes_no_key() -> None:
+@pytest.mark.parametrize("cache_bits", [16, 8])
+def test_padding_writes_no_key(cache_bits: int) -> None:
     from nanovllm.devices.cuda.persistent.sizes import StepShape
     from tests.devices.cuda.persistent.random_steps import RandomStep, Variant
 
-    step = RandomStep(StepShape(*SHAPES["tiny"]), Variant(), 300)
-    before = [cache.clone() for cache in (*step.k, *step.v)]
+    step = RandomStep(StepShape(*SHAPES["tiny"], cache_bits=cache_bits), Variant(), 300)
+    before = [part.clone() for part in step.cache_parts]
     for slots in ([0], [0, 0, 0, 0]):
         step.use(slots)
         step.run()
     torch.cuda.synchronize()
-    assert all(map(torch.equal, before, (*step.k, *step.v)))
-    check(step.errors([1], {1: 77}), "after padding")
+    assert all(map(torch.equal, before, step.cache_parts))
+    check(step.errors([1], {1: 77}), "after padding", cache_bits == 8)
 
 
 def test_gives_up_instead_of_hanging() -> None:
