@@ -45,6 +45,7 @@ class MemoryNeeds:
     step: int  # activations and logits of the largest step
     graphs: int
     windows: Windows = (None,)  # of the groups of layers in the KV cache
+    id_factors: tuple[int, ...] = (1,)  # for each group, what multiplies block ids
 
     def including(self, part: MemoryNeeds) -> MemoryNeeds:
         """Add what a WorkerPart needs besides its weights, which are already loaded.
@@ -55,7 +56,9 @@ class MemoryNeeds:
             self,
             block=self.block + part.block,
             graphs=self.graphs + part.graphs,
-            windows=max(self.windows, part.windows, key=len),  # a part may add a group
+            # A part may add a group.
+            windows=max(self.windows, part.windows, key=len),
+            id_factors=max(self.id_factors, part.id_factors, key=len),
         )
 
 
@@ -122,6 +125,7 @@ def estimate_memory(
         step=activations * build.dtype.itemsize + 4 * logits,
         graphs=0,
         windows=spec.groups.windows,
+        id_factors=spec.groups.id_factors,
     )
 
 
