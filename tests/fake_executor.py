@@ -10,15 +10,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nanovllm.engine.executor import ExecutorInfo, StateCounts
+from nanovllm.engine.executor import ExecutorInfo, StateCounts, Windows
 from nanovllm.engine.step import Bitmasks, StepPlan, StepResult
 from nanovllm.worker.draft_rows import count_valid, host_drafts
 
 VOCAB_SIZE = 23
 EOS = 0
-
-
-Windows = tuple[int | None, ...]
 
 
 def predict(context: list[int], windows: Windows = (None,)) -> int:

@@ -49,6 +49,7 @@ EXAMPLES = {
         "meta-llama/Llama-3.2-1B-Instruct",
         "HuggingFaceTB/SmolLM2-135M-Instruct",
     ),
+    "MinistralForCausalLM": ("mistralai/Ministral-8B-Instruct-2410",),
     "Ministral3ForCausalLM": (
         "mistralai/Ministral-3-3B-Instruct-2512-BF16",
         "mistralai/Ministral-3-8B-Base-2512",

@@ -39,6 +39,7 @@ class LayerAttention:
     rope: RopeConfig
     window: int | None = None  # sliding window in tokens; None: full attention
     cache_layer: int | None = None  # index of the layer whose cache it uses; None: its own
+    kv_shape: tuple[int, int] | None = None  # number and dimension of KV heads; None: the model's
 
 
 @dataclass(frozen=True, slots=True)

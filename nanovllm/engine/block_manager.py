@@ -19,6 +19,7 @@ import xxhash
 from nanovllm.engine.step import BlockUpdate
 
 if TYPE_CHECKING:
+    from nanovllm.engine.executor import Windows
     from nanovllm.engine.sequence import Sequence
 
 NO_BLOCK = -1
@@ -69,7 +70,7 @@ class BlockManager:
         num_blocks: int,
         block_size: int,
         enable_caching: bool,
-        windows: tuple[int | None, ...] = (None,),
+        windows: Windows = (None,),
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size

@@ -7,6 +7,8 @@ from typing import Protocol
 
 from nanovllm.engine.step import Bitmasks, IntColumn, Pending, StepPlan, StepResult
 
+Windows = tuple[int | None, ...]  # one per group of layers; None: full attention
+
 
 @dataclass(frozen=True, slots=True)
 class StateCounts:
@@ -41,7 +43,7 @@ class ExecutorInfo:
     dtype: str
     device_name: str = "unknown"  # the vendor's product name
     states: StateCounts | None = None  # set if the model has recurrent layers
-    windows: tuple[int | None, ...] = (None,)  # of each group of layers; None: full attention
+    windows: Windows = (None,)
 
 
 class Executor(Protocol):

@@ -78,8 +78,11 @@ class InputBatch:
         num_slots: int,
         max_model_len: int,
         block_size: int,
-        num_groups: int = 1,
+        id_factors: tuple[int, ...] = (1,),
     ) -> None:
+        # For each group, what multiplies its block ids.
+        self._id_factors = np.array(id_factors, np.int32)
+        num_groups = len(id_factors)
         self.device = device
         self.num_slots = num_slots
         self.block_size = block_size
@@ -127,7 +130,12 @@ class InputBatch:
                 self.block_tables.stride(),
             )
             slots, entries, block_ids, groups = np.array(plan.block_updates, np.int32).T
-            changes.append((first + slots * by_slot + groups * by_group + entries, block_ids))
+            changes.append(
+                (
+                    first + slots * by_slot + groups * by_group + entries,
+                    self._id_factors[groups] * block_ids,
+                )
+            )
         for update in plan.draft_updates:
             first = self._offsets["tokens"] + update.slot * self.tokens.shape[1]
             changes.append(draft_changes(update, first, self._offsets["lengths"] + update.slot))
@@ -159,7 +167,7 @@ class InputBatch:
         for group, block_ids in enumerate(row.tables):
             first = self._offsets["block_tables"] + row.slot * by_slot + group * by_group
             places = np.arange(first, first + len(block_ids))
-            changes.append((places, np.array(block_ids, np.int32)))
+            changes.append((places, self._id_factors[group] * np.array(block_ids, np.int32)))
         return changes
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from nanovllm.config import EngineConfig, ModelConfig
+from nanovllm.engine.executor import Windows
 from nanovllm.layers.shards import split_kv_heads
 from nanovllm.ops.fp8 import FP8
 from nanovllm.ops.interface import LayerCache
@@ -21,15 +22,24 @@ from nanovllm.worker.device_interface import Device
 logger = logging.getLogger(__name__)
 
 
-Windows = tuple[int | None, ...]  # one per group of layers; None: full attention
+KVShape = tuple[int, int]  # number and dimension of KV heads
+
+
+class Kind(NamedTuple):
+    """What the layers of a group have in common."""
+
+    window: int | None  # None: full attention
+    num_per_row: int = 1  # number of these layers that fit into a row of a block
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a layer's keys and values are: in which group's blocks, and in which of their rows."""
+    """Where a layer's keys and values are: in which group's blocks, and where in their rows."""
 
     group: int
     row: int
+    part: int = 0
+    shape: KVShape | None = None  # None: that of the row
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +47,21 @@ class LayerGroups:
     """How layers are split into groups, which have a block table each.
 
     A block has `num_rows` rows, each with the keys and values of one layer of the group that holds
-    the block. So the blocks of all groups have the same size.
+    the block, or of several smaller layers. So the blocks of all groups have the same size.
     """
 
-    windows: Windows
+    kinds: tuple[Kind, ...]  # one per group
     places: tuple[Place, ...]  # one per layer that has a cache
     num_rows: int
+
+    @property
+    def windows(self) -> Windows:
+        return tuple(kind.window for kind in self.kinds)
+
+    @property
+    def id_factors(self) -> tuple[int, ...]:
+        """For each group, what multiplies block ids: parts of a row count as blocks, too."""
+        return tuple(kind.num_per_row for kind in self.kinds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +97,16 @@ class KVCacheSpec:
             by_row = [LayerCache(*row, *each) for row, each in zip(rows, exponents, strict=True)]
         else:
             by_row = [LayerCache(*row) for row in rows]
-        return [replace(by_row[place.row], group=place.group) for place in self.groups.places]
+        return [self._view(by_row[place.row], place) for place in self.groups.places]
+
+    def _view(self, row: LayerCache, place: Place) -> LayerCache:
+        """Return the view of a row for one layer."""
+        if place.shape is None:
+            return replace(row, group=place.group)
+        # Block i of a layer at `part` is number i * num_per_row + part of these smaller blocks.
+        shape = -1, self.block_size, *place.shape
+        k, v = (each.view(shape)[place.part :] for each in (row.k, row.v))
+        return LayerCache(k, v, group=place.group)
 
 
 def kv_cache_spec(
@@ -89,66 +117,95 @@ def kv_cache_spec(
     target: ModelConfig | None = None,
 ) -> KVCacheSpec:
     """Describe the KV cache of a model; a draft model's layers join the groups of its target."""
-    num_kv_heads = split_kv_heads(model.num_kv_heads, group).count
-    if config.kv_cache_dtype != "auto":
-        dtype = FP8
+    is_fp8 = config.kv_cache_dtype != "auto"
+    has_drafts = config.speculative is not None and config.speculative.model is not None
+    if is_fp8 or has_drafts or target is not None or not _can_share_rows(model):
+        model = with_equal_shapes(model)
     if target is None:
         groups = split_layers(model)
     else:
-        groups = join_groups(model, split_layers(target).windows)
-    return KVCacheSpec(groups, config.kvcache_block_size, num_kv_heads, model.head_dim, dtype)
+        groups = join_groups(model, split_layers(with_equal_shapes(target)).windows)
+    num_kv_heads, head_dim = row_shape(model)
+    num_kv_heads = split_kv_heads(num_kv_heads, group).count
+    shape = config.kvcache_block_size, num_kv_heads, head_dim
+    return KVCacheSpec(groups, *shape, FP8 if is_fp8 else dtype)
 
 
 def split_layers(model: ModelConfig) -> LayerGroups:
-    """Split layers with the same window into groups of about equal size, full attention first.
+    """Split layers of the same kind into groups of about equal size, full attention first.
 
-    A group has as many layers as the rarest kind, unless all kinds are almost equally frequent:
-    then each kind is a group, and the smaller ones leave rows of their blocks empty.
+    A group has as many rows as the rarest kind, unless all kinds are almost equally frequent: then
+    each kind is a group, and the smaller ones leave rows of their blocks empty.
     """
-    windows = _layer_windows(model)
-    counts = Counter(windows.values())
-    least, most = min(counts.values()), max(counts.values())
+    kinds = _layer_kinds(model)
+    num_rows = {
+        kind: -(-count // kind.num_per_row) for kind, count in Counter(kinds.values()).items()
+    }
+    least, most = min(num_rows.values()), max(num_rows.values())
     size = most if 2 * most < 3 * least else least
-    groups: list[int | None] = []
-    for window in sorted(counts, key=lambda window: window or 0):
-        groups += [window] * -(-counts[window] // size)
-    return _place_layers(model, windows, groups, size)
+    groups: list[Kind] = []
+    for kind in sorted(num_rows, key=lambda kind: (kind.window or 0, kind.num_per_row)):
+        groups += [kind] * -(-num_rows[kind] // size)
+    return _place_layers(model, kinds, groups, size)
 
 
-def join_groups(model: ModelConfig, groups: Windows) -> LayerGroups:
+def join_groups(model: ModelConfig, windows: Windows) -> LayerGroups:
     """Put each layer into the first group with its window.
 
     Layers without such a group get full attention; if there is no group for it, one is added.
     """
-    windows = {
-        layer: window if window in groups else None
-        for layer, window in _layer_windows(model).items()
-    }
-    missing = [] if None in groups or None not in windows.values() else [None]
-    return _place_layers(model, windows, [*groups, *missing], len(windows))
+    full, groups = Kind(None), [Kind(window) for window in windows]
+    kinds = {layer: kind if kind in groups else full for layer, kind in _layer_kinds(model).items()}
+    if full not in groups and full in kinds.values():
+        groups.append(full)
+    return _place_layers(model, kinds, groups, len(kinds))
 
 
-def _layer_windows(model: ModelConfig) -> dict[int, int | None]:
-    """Return the windows of the layers that have a cache of their own, keyed by layer."""
+def with_equal_shapes(model: ModelConfig) -> ModelConfig:
+    """Return a model whose layers all have the largest number and dimension of KV heads."""
+    layers = tuple(replace(layer, kv_shape=None) for layer in model.layers)
+    return replace(model, layers=layers)
+
+
+def _can_share_rows(model: ModelConfig) -> bool:
+    """Return whether a whole number of layers of each size fits into a row."""
+    row_size = math.prod(row_shape(model))
+    return all(row_size % math.prod(each.kv_shape) == 0 for each in model.layers if each.kv_shape)
+
+
+def row_shape(model: ModelConfig) -> KVShape:
+    """Return the shape of the largest layer."""
+    shapes = [layer.kv_shape or (model.num_kv_heads, model.head_dim) for layer in model.layers]
+    return max(shapes, key=math.prod)
+
+
+def _layer_kinds(model: ModelConfig) -> dict[int, Kind]:
+    """Return the kinds of the layers that have a cache of their own, keyed by layer."""
     recurrent = frozenset[int]() if model.recurrent is None else model.recurrent.layers
+    row_size = math.prod(row_shape(model))
     return {
         # Tokens that see later ones run in one step, so nothing can be freed before its end.
-        index: layer.window if model.is_causal else None
+        index: Kind(
+            layer.window if model.is_causal else None,
+            1 if layer.kv_shape is None else row_size // math.prod(layer.kv_shape),
+        )
         for index, layer in enumerate(model.layers)
         if index not in recurrent and layer.cache_layer is None
     }
 
 
 def _place_layers(
-    model: ModelConfig, windows: dict[int, int | None], groups: Sequence[int | None], size: int
+    model: ModelConfig, kinds: dict[int, Kind], groups: list[Kind], size: int
 ) -> LayerGroups:
-    """Fill the groups of each window in turn, with `size` layers each."""
+    """Fill the groups of each kind in turn, each with layers for `size` rows."""
     places: dict[int, Place] = {}
-    counts = Counter[int | None]()
-    for index, window in windows.items():
-        num_full, row = divmod(counts[window], size)
-        places[index] = Place(groups.index(window) + num_full, row)
-        counts[window] += 1
+    counts = Counter[Kind]()
+    for index, kind in kinds.items():
+        row, part = divmod(counts[kind], kind.num_per_row)
+        num_full, row = divmod(row, size)
+        group = groups.index(kind) + num_full
+        places[index] = Place(group, row, part, model.layers[index].kv_shape)
+        counts[kind] += 1
     for index, layer in enumerate(model.layers):
         if layer.cache_layer is not None:
             places[index] = places[layer.cache_layer]

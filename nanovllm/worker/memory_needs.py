@@ -10,13 +10,14 @@ from dataclasses import dataclass, replace
 import torch
 
 from nanovllm.config import EngineConfig, ModelConfig
+from nanovllm.engine.executor import Windows
 from nanovllm.errors import ConfigError
 from nanovllm.layers.build import BuildContext
 from nanovllm.models.registry import build_model
 from nanovllm.worker.device_interface import Device
 from nanovllm.worker.host_memory import GIB
 from nanovllm.worker.input_batch import slot_fields
-from nanovllm.worker.kv_cache import Windows, kv_cache_spec, wanted_blocks
+from nanovllm.worker.kv_cache import kv_cache_spec, wanted_blocks
 from nanovllm.worker.loader import named_layers
 from nanovllm.worker.state_cache import state_spec
 
@@ -43,7 +44,8 @@ class MemoryNeeds:
     block: int  # one block of the KV cache
     step: int  # activations and logits of the largest step
     graphs: int
-    windows: Windows = (None,)  # of each group of layers in the KV cache
+    windows: Windows = (None,)  # of the groups of layers in the KV cache
+    id_factors: tuple[int, ...] = (1,)  # for each group, what multiplies block ids
 
     def including(self, part: MemoryNeeds) -> MemoryNeeds:
         """Add what a WorkerPart needs besides its weights, which are already loaded.
@@ -54,7 +56,9 @@ class MemoryNeeds:
             self,
             block=self.block + part.block,
             graphs=self.graphs + part.graphs,
-            windows=max(self.windows, part.windows, key=len),  # a part may add a group
+            # A part may add a group.
+            windows=max(self.windows, part.windows, key=len),
+            id_factors=max(self.id_factors, part.id_factors, key=len),
         )
 
 
@@ -121,6 +125,7 @@ def estimate_memory(
         step=activations * build.dtype.itemsize + 4 * logits,
         graphs=0,
         windows=spec.groups.windows,
+        id_factors=spec.groups.id_factors,
     )
 
 
@@ -142,9 +147,10 @@ def choose_num_blocks(config: EngineConfig, needs: MemoryNeeds, device: Device) 
         device.check_cache_bytes(needs, num_blocks * needs.block)
         return num_blocks
     num_blocks = device.cache_bytes(needs, num_blocks * needs.block) // needs.block
-    if num_blocks < 1:
+    num_groups = len(needs.windows)
+    if num_blocks < num_groups:
         raise ConfigError(
             f"no room for a KV cache: one block of {config.kvcache_block_size} tokens takes "
-            f"{needs.block:,} bytes; free memory, or use a smaller kvcache_block_size"
+            f"{num_groups * needs.block:,} bytes; free memory, or use a smaller kvcache_block_size"
         )
     return num_blocks

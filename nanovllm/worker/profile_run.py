@@ -33,9 +33,10 @@ def profile_run(
     num_blocks = -(-int(counts.max()) // spec.block_size)
     cache = device.allocate_cache(num_blocks * spec.block_bytes)
     sizes = num_slots, config.max_model_len, spec.block_size
-    input_batch = InputBatch(device, *sizes, num_groups=len(spec.groups.windows))
+    input_batch = InputBatch(device, *sizes, spec.groups.id_factors)
     block_ids = torch.arange(num_blocks, device=device.torch_device)
-    input_batch.block_tables[..., :num_blocks] = block_ids
+    for group, factor in enumerate(spec.groups.id_factors):
+        input_batch.block_tables[:, group, :num_blocks] = factor * block_ids
     column = np.ones(num_rows, np.int32)
     plan = StepPlan(
         slots=np.arange(num_rows, dtype=np.int32),

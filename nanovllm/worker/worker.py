@@ -106,7 +106,7 @@ class Worker:
         needs = reduce(MemoryNeeds.including, added, target.needs)
         num_blocks = agree(choose_num_blocks(config, needs, device), device)
         sizes = target.num_slots, config.max_model_len, config.kvcache_block_size
-        input_batch = InputBatch(device, *sizes, num_groups=len(needs.windows))
+        input_batch = InputBatch(device, *sizes, needs.id_factors)
         self.runner = target.runner(num_blocks, input_batch)
         for part in self.parts:
             part.attach(self.runner, num_blocks, input_batch)

@@ -14,7 +14,7 @@ import pytest
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.core import EngineCore
-from nanovllm.engine.executor import StateCounts
+from nanovllm.engine.executor import StateCounts, Windows
 from nanovllm.engine.feature import Feature
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
@@ -26,7 +26,7 @@ from nanovllm.features.speculation.ngram_proposer import NgramProposer
 from nanovllm.features.states.state_pool import StatePool
 from nanovllm.sampling_params import SamplingParams
 from tests.engine.watched import Watched, add
-from tests.fake_executor import EOS, VOCAB_SIZE, Done, FakeExecutor, Windows, predict, reference
+from tests.fake_executor import EOS, VOCAB_SIZE, Done, FakeExecutor, predict, reference
 
 BLOCK_SIZE = 4
 GRAMMAR: Any = SimpleNamespace(text="")

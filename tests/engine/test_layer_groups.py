@@ -6,41 +6,22 @@ import random
 from array import array
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 
+from benchmarks.engine.scheduler_cost import InstantExecutor
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.core import EngineCore
-from nanovllm.engine.executor import ExecutorInfo, StateCounts
+from nanovllm.engine.executor import StateCounts, Windows
 from nanovllm.engine.feature import Feature
 from nanovllm.engine.request import Request
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.step import StepPlan, StepResult
 from nanovllm.features.states.state_pool import StatePool
 from nanovllm.sampling_params import SamplingParams
-from tests.fake_executor import Windows
 
 PLAIN: Windows = (None,)
 GEMMA_3: Windows = (None, *[1024] * 6)
 CHUNK = 16_384
-
-
-class Instant:
-    """An executor that samples token 5 for every row, and takes no time."""
-
-    def start(self) -> ExecutorInfo:
-        return ExecutorInfo(0, 1, "none", "none")
-
-    def submit(self, plan: StepPlan) -> Instant:
-        self._num_sampled = int(np.count_nonzero(plan.num_logits))
-        return self
-
-    def result(self) -> StepResult:
-        return StepResult(np.full(self._num_sampled, 5, np.int32))
-
-    def close(self) -> None:
-        pass
 
 
 def make_core(
@@ -49,13 +30,14 @@ def make_core(
     block_size: int = 64,
     num_snapshots: int | None = None,
     chunk: int = CHUNK,
+    num_slots: int = 8,
 ) -> EngineCore:
     blocks = BlockManager(num_blocks, block_size, True, windows)
     features: list[Feature] = []
     if num_snapshots is not None:
-        features.append(StatePool(StateCounts(8, num_snapshots), blocks))
-    scheduler = Scheduler(blocks, 8, chunk, features)
-    return EngineCore(scheduler, Instant(), depth=1, max_model_len=1 << 20)
+        features.append(StatePool(StateCounts(num_slots, num_snapshots), blocks))
+    scheduler = Scheduler(blocks, num_slots, chunk, features)
+    return EngineCore(scheduler, InstantExecutor(), depth=0, max_model_len=1 << 20)
 
 
 def steps(core: EngineCore, seq_id: int, prompt: list[int], max_tokens: int) -> Iterator[Sequence]:
@@ -114,6 +96,21 @@ def test_prompts_that_share_their_first_tokens(windows: Windows, num_snapshots: 
     hits = [run(core, i, shared + random_tokens(rng, 600)).num_cached for i in range(64)]
     assert sum(each >= 1536 for each in hits) >= 62
     assert sum(each >= 1024 for each in hits) == 63
+
+
+def test_as_many_sequences_decode_as_their_blocks_allow() -> None:
+    """Gemma 3 27B in 80 GiB: a sequence of 32,000 tokens holds 3.0 GiB, so 26 or 27 fit."""
+    core = make_core(GEMMA_3, 16_384, num_slots=40)  # 5 MiB each
+    for seq_id in range(40):
+        prompt = array("i", random_tokens(random.Random(seq_id), 32_000))
+        core.add(Request(seq_id, prompt, SamplingParams(max_tokens=600)))
+    num_decodes = 0
+    while core.has_unfinished:
+        core.step()
+        rows = core.scheduler.running.values()
+        num_decodes = max(num_decodes, sum(seq.num_computed >= 32_000 for seq in rows))
+    assert num_decodes in (26, 27)
+    assert core.scheduler.num_preemptions < 10
 
 
 def chat_hits(windows: Windows, num_blocks: int) -> float:

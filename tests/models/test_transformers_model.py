@@ -146,8 +146,48 @@ def test_the_text_model_of_gemma_4(tmp_path: Path) -> None:
     want = [checkpoint.generate(prompt, MAX_TOKENS) for prompt in make_prompts()]
     with LLM(str(tmp_path), **SMALL) as llm:
         assert llm.engine.model_config.architecture == "Gemma4ForCausalLM"
+        shared = [layer.cache_layer for layer in llm.engine.model_config.layers]
+        assert shared == [None, None, 0, 1]
         outputs = llm.generate(make_prompts(), GREEDY, use_tqdm=False)
     assert [output.token_ids for output in outputs] == want
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_kvcache_blocks": 12, "max_num_batched_tokens": 40},
+        {"kv_cache_dtype": "fp8"},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+    ],
+    ids=["plain", "small", "fp8", "drafts"],
+)
+@pytest.mark.parametrize(("is_full_small", "num_groups"), [(True, 5), (False, 2)])
+def test_layers_of_two_sizes(
+    tmp_path: Path, options: dict[str, Any], is_full_small: bool, num_groups: int
+) -> None:
+    """A row of the KV cache holds one layer, or two with full attention, or two with a window.
+
+    In the first case, a row is a group, and in the second, a group has two rows.
+    """
+    layers = {"num_hidden_layers": 6, "num_key_value_heads": 4, "attention_k_eq_v": is_full_small}
+    types = ["sliding_attention", "sliding_attention", "full_attention"] * 2
+    checkpoint = make_tiny(tmp_path, "gemma4_text", **layers, layer_types=types)
+    prompts = [[5] * 100, list(range(150)), *make_prompts()]
+    options = {**SMALL, "max_model_len": 256, "num_kvcache_blocks": 40, **options}
+    with LLM(str(tmp_path), **options) as llm:
+        shapes = [
+            tuple(cache.k.shape[2:]) for cache in llm.engine.core.executor.runner.eager.caches
+        ]
+        if "kv_cache_dtype" in options:
+            assert shapes == [(4, 32)] * 6
+            return
+        assert shapes == [(4, 16), (4, 16), (1, 32) if is_full_small else (4, 32)] * 2
+        assert len(llm.engine.core.scheduler.blocks.num_held) == num_groups
+        for _ in range(2):
+            outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+            want = [checkpoint.generate(prompt, MAX_TOKENS) for prompt in prompts]
+            assert [output.token_ids for output in outputs] == want
 
 
 def test_gpt_oss_in_mxfp4(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import pytest
 
 from nanovllm import AsyncLLM
 from nanovllm.engine.core import EngineCore
+from nanovllm.engine.executor import Windows
 from nanovllm.engine.timing import StepLog
 from nanovllm.errors import EngineError
 from nanovllm.features.latency.prompt_budget import MIN_PROMPT_TOKENS
@@ -27,7 +28,6 @@ from nanovllm.serve.live.snapshots import take_snapshot
 from nanovllm.serve.live.step_mode import FUNCTIONS, PlanRecorder, StepMode, _change
 from tests.engine.test_fuzz import BLOCK_SIZE, build_core, make_requests, repeat_prompts
 from tests.engine.test_fuzz import make_sequences as sequences_of
-from tests.fake_executor import Windows
 from tests.serve.byte_model import make_byte_model
 from tests.serve.fake_llm import FakeLLM
 from tests.serve.running import Running, running

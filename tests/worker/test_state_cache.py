@@ -7,11 +7,11 @@ import torch
 
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError
-from nanovllm.worker.kv_cache import KVCacheSpec, LayerGroups, Place
+from nanovllm.worker.kv_cache import Kind, KVCacheSpec, LayerGroups, Place
 from nanovllm.worker.state_cache import StateSpec, choose_state_counts
 
 SPEC = StateSpec((0, 1, 2), (4, 16, 16), (96, 3), torch.float32)
-BLOCK = KVCacheSpec(LayerGroups((None,), (Place(0, 0),), 1), 64, 2, 16, torch.float32)
+BLOCK = KVCacheSpec(LayerGroups((Kind(None),), (Place(0, 0),), 1), 64, 2, 16, torch.float32)
 MANY = 10_000 * SPEC.num_bytes
 
 

@@ -246,10 +246,11 @@ def record_call(
 
 
 def layer_attention(call: AttentionCall, calls: list[AttentionCall]) -> LayerAttention:
-    """Return a layer's window, and the earlier layer whose keys and values it uses, if any."""
+    """Return a layer's window, KV heads, and the layer whose keys and values it uses, if any."""
     [first, *_] = [each for each in calls if each.k is call.k and each.spec == call.spec]
     shared = None if first is call else first.layer_index
-    return LayerAttention(RopeConfig(0.0), call.spec.window, shared)
+    shape = call.num_kv_heads, call.head_dim + call.head_dim % 2
+    return LayerAttention(RopeConfig(0.0), call.spec.window, shared, shape)
 
 
 def build_model(config: ModelConfig, build: BuildContext) -> TransformersModel:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from nanovllm.attention.backend import AttentionSpec
 from nanovllm.config import ModelConfig
 from nanovllm.layers.build import BuildContext, ForwardBatch, Layer
-from nanovllm.ops.interface import PackedLinear, ResidualStream
+from nanovllm.ops.interface import LayerCache, PackedLinear, ResidualStream
 
 # Every layer calls this with its attention module, q, k and v, a mask, and further options.
 Attend = Callable[[Any, tuple[Tensor, Tensor, Tensor], Any, dict[str, Any]], Tensor]
@@ -146,18 +146,19 @@ class BodyOutput:
 class PagedAttention:
     """Attention over the paged KV cache, instead of transformers' own.
 
-    All layers have caches of the same shape, so layers with fewer or smaller heads are zero-padded.
+    Layers with fewer or smaller heads than their cache are zero-padded.
     """
 
     batch: ForwardBatch  # the current step
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         self.attention, self.ops, self.dtype = build.attention, build.ops, build.dtype
-        self.num_kv_heads, self.head_dim = config.num_kv_heads, config.head_dim
         # Use `rope_write`, which supports every kind of cache, with a rotation by zero:
-        # transformers has already rotated q and k.
+        # transformers has already rotated q and k. Keyed by head_dim.
         half = torch.ones(config.head_dim // 2, device=build.device)
-        self.no_rotation = torch.stack((half, 0 * half))[None]
+        table = torch.stack((half, 0 * half))[None]
+        dims = {config.head_dim, *(each.kv_shape[1] for each in config.layers if each.kv_shape)}
+        self.no_rotation = {dim: table[..., : dim // 2].contiguous() for dim in dims}
 
     def __call__(
         self,
@@ -168,22 +169,24 @@ class PagedAttention:
     ) -> Tensor:
         batch, (q, k, v) = self.batch, qkv
         num_heads, v_dim = q.shape[1], v.shape[3]
-        num_q = num_heads // k.shape[1] * self.num_kv_heads
-        counts = num_q, self.num_kv_heads, self.num_kv_heads
         cache = batch.caches[module.layer_idx]
-        rows = torch.cat([self._pad(*each) for each in zip(qkv, counts, strict=True)], 1)
+        assert isinstance(cache, LayerCache)
+        num_kv_heads, head_dim = cache.k.shape[2:]
+        num_q = num_heads // k.shape[1] * num_kv_heads
+        counts = num_q, num_kv_heads, num_kv_heads
+        rows = torch.cat([self._pad(*each, head_dim) for each in zip(qkv, counts, strict=True)], 1)
         positions = torch.zeros_like(batch.positions)
         slot_mapping = batch.slot_mapping[cache.group]
-        self.ops.rope_write(rows, None, self.no_rotation, positions, cache, slot_mapping)
+        self.ops.rope_write(rows, None, self.no_rotation[head_dim], positions, cache, slot_mapping)
         spec = attention_spec(q, options)
         if spec.sinks is not None and num_q > num_heads:
             spec = replace(spec, sinks=F.pad(spec.sinks, (0, num_q - num_heads)))
         output = self.attention.attend(rows[:, :num_q], cache, batch.attention, spec)
         return output[None, :, :num_heads, :v_dim].contiguous()
 
-    def _pad(self, x: Tensor, num_heads: int) -> Tensor:
+    def _pad(self, x: Tensor, num_heads: int, head_dim: int) -> Tensor:
         """Return [tokens, num_heads, head_dim] for x [1, heads, tokens, dim]."""
-        missing = self.head_dim - x.shape[3], num_heads - x.shape[1]
+        missing = head_dim - x.shape[3], num_heads - x.shape[1]
         x = x[0].transpose(0, 1).to(self.dtype)  # some models rotate in float32
         return F.pad(x, (0, missing[0], 0, missing[1])) if any(missing) else x
 

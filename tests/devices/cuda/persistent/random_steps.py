@@ -18,7 +18,7 @@ from nanovllm.devices.cuda.persistent.sizes import StepShape
 from nanovllm.ops import fp8
 from nanovllm.ops.interface import LayerCache, Routing
 from nanovllm.ops.quantized_weight import QuantizedWeight, pack_words
-from nanovllm.worker.kv_cache import KVCacheSpec, LayerGroups, Place
+from nanovllm.worker.kv_cache import Kind, KVCacheSpec, LayerGroups, Place
 from tests.devices.cuda.persistent.reference import reference_step
 from tests.ops.quantized_products import quantize_blocks, quantize_int4
 
@@ -162,7 +162,7 @@ class RandomStep:
         dtype = torch.bfloat16 if shape.cache_bits == 16 else fp8.FP8
         heads = shape.num_kv_heads, shape.head_dim
         places = tuple(Place(0, row) for row in range(variant.num_layers))
-        groups = LayerGroups((None,), places, variant.num_layers)
+        groups = LayerGroups((Kind(None),), places, variant.num_layers)
         spec = KVCacheSpec(groups, variant.block_size, *heads, dtype)
         buffer = torch.zeros(num_blocks * spec.block_bytes, dtype=torch.uint8, device="cuda")
         caches = spec.views(buffer, num_blocks)

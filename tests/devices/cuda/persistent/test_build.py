@@ -30,7 +30,7 @@ from nanovllm.models.registry import build_model, read_config
 from nanovllm.ops.fp8 import FP8
 from nanovllm.ops.quantized_weight import QuantizedWeight
 from nanovllm.worker.dummy_weights import fill_dummy_weights
-from nanovllm.worker.kv_cache import KVCacheSpec, LayerGroups, Place
+from nanovllm.worker.kv_cache import Kind, KVCacheSpec, LayerGroups, Place
 from tests.devices import cpu_device
 from tests.devices.cuda.persistent.random_steps import make_fp8, make_int4
 
@@ -50,7 +50,7 @@ SCALED_QUERIES = {
     "original_max_position_embeddings": 64,
     "llama_4_scaling_beta": 0.1,
 }
-LAYERS = LayerGroups((None,), (Place(0, 0), Place(0, 1), Place(0, 2)), 3)
+LAYERS = LayerGroups((Kind(None),), (Place(0, 0), Place(0, 1), Place(0, 2)), 3)
 CACHE = KVCacheSpec(LAYERS, 32, 2, 128, torch.bfloat16)
 
 

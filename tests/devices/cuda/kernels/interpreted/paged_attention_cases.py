@@ -103,7 +103,8 @@ def make_step(case: Case, device: str) -> Step:
     garbage = math.nan if case.is_nan else GARBAGE[case.dtype]
     layers = torch.full(shape, garbage, dtype=case.dtype, device=device)
     caches = layers[:, :, 1]  # one layer of a buffer: its blocks are not adjacent
-    table = torch.full((num_slots, max_blocks), num_blocks - 1, dtype=torch.int32)
+    tables = torch.full((num_slots, 3, max_blocks), num_blocks - 1, dtype=torch.int32)
+    table = tables[:, 1]  # of one group of layers
     slots = torch.randperm(num_slots, generator=generator)[: len(case.rows)]
     free = torch.randperm(num_blocks - 1, generator=generator).tolist()
     for slot, (start, _), length in zip(slots.tolist(), case.rows, lengths, strict=True):
