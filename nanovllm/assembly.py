@@ -266,7 +266,8 @@ def create_image_reader(resolved: ResolvedModel) -> ImageReader:
 
 def read_image_settings(model_config: ModelConfig, checkpoint: Checkpoint) -> ImageSettings | None:
     """Return how a model sees images; None if it does not, or not here."""
-    if model_config.transformers_config is not None or not _has_vision():
+    is_ours = model_config.transformers_config is None
+    if not is_ours or not _has_vision() or "image_token_id" not in checkpoint.config:
         return None
     from nanovllm.vision import image_settings
 
