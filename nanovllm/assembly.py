@@ -261,7 +261,8 @@ def create_image_reader(resolved: ResolvedModel) -> ImageReader:
         return NoImages("limit_mm_per_prompt rules out images")
     from nanovllm.vision.pillow_reader import PillowReader
 
-    return PillowReader(settings, resolved.config.max_images)
+    config = resolved.config
+    return PillowReader(settings, config.max_images, config.max_model_len)
 
 
 def read_image_settings(model_config: ModelConfig, checkpoint: Checkpoint) -> ImageSettings | None:

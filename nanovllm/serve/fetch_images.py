@@ -11,11 +11,11 @@ from typing import Any
 
 import httpx
 
+from nanovllm.engine.images import MAX_BYTES
 from nanovllm.errors import RequestError
 from nanovllm.validation import require
 
 SECONDS = 5.0  # for one image
-MAX_BYTES = 20 << 20
 SCHEMES = ("http", "https")
 
 

@@ -32,7 +32,7 @@ def folder(checkpoint: TinyVision, tmp_path_factory: pytest.TempPathFactory) -> 
     """Return a model beside two image files."""
     folder = tmp_path_factory.mktemp("commands")
     SQUARE.save(folder / "square.png")
-    OTHER.save(folder / "other.bmp")
+    OTHER.save(folder / "other.png")
     return with_chat(checkpoint.path, folder / "model")
 
 
@@ -55,7 +55,7 @@ def tokenizer(folder: Path) -> Any:
 def test_generate(
     folder: Path, checkpoint: TinyVision, tokenizer: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    files = ["--image", str(folder.parent / "square.png"), "--image", f"{folder.parent}/other.bmp"]
+    files = ["--image", str(folder.parent / "square.png"), "--image", f"{folder.parent}/other.png"]
     given = ["--max-tokens", "8", "--ignore-eos", "--json", *SIZES]
     assert cli.main(["generate", str(folder), "what?", "who?", *files, *given]) == 0
     lines = map(json.loads, capsys.readouterr().out.splitlines())
@@ -103,7 +103,7 @@ def test_chat(
 
 
 def test_batch(folder: Path, checkpoint: TinyVision, tokenizer: Any, tmp_path: Path) -> None:
-    url = data_url(str(folder.parent / "other.bmp"))
+    url = data_url(str(folder.parent / "other.png"))
     content = [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": url}}]
     rows = [
         {"messages": [{"role": "user", "content": each}], "temperature": 0, "ignore_eos": True}

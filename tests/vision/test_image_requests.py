@@ -179,7 +179,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"prompt_token_ids": [5], "multi_modal_data": {"video": SQUARE}},
         "multi_modal_data must be a dict",
     ),
-    "too long": (as_input([5] * 100 + [SQUARE] * 4), "the prompt has 172 tokens"),
+    "too long": (
+        as_input([5] * 100 + [SQUARE] * 4),
+        "has 172 tokens, 64 of them in images",
+    ),
     "url": (as_input([5, 6]) | as_input([SQUARE], multi_modal_data={"image": "x"}), "a data URL"),
 }
 
