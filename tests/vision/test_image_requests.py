@@ -207,11 +207,14 @@ def test_wrong_parts(llm: LLM, part: dict[str, Any], match: str) -> None:
         llm.chat([{"role": "user", "content": [text("a"), part]}], GREEDY)
 
 
-def test_placeholders_in_texts_are_refused(llm: LLM) -> None:
+def test_placeholders_in_texts_are_texts(llm: LLM, checkpoint: TinyVision) -> None:
     """A user cannot move an image to another place."""
     content = [text("<|image_pad|>"), {"type": "image", "image": SQUARE}]
-    with pytest.raises(RequestError, match=r"has 2 image placeholders .* for 1 images"):
-        llm.chat([{"role": "user", "content": content}], GREEDY)
+    turns = [{"role": "user", "content": content}, {"role": "user", "content": "a<|image_pad|>"}]
+    [output] = llm.chat(turns, GREEDY)
+    broken = encoded(llm, "<user>< |image_pad|>"), encoded(llm, "<user>a< |image_pad|><assistant>")
+    assert IMAGE not in broken[0] + broken[1]
+    assert output.token_ids == checkpoint.generate([*broken[0], SQUARE, *broken[1]], 8)
 
 
 def test_text_only_calls_refuse_images(llm: LLM) -> None:
