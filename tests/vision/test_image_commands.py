@@ -13,6 +13,7 @@ pytest.importorskip("PIL")
 from nanovllm import cli
 from nanovllm.cli.chat import Conversation, run_command
 from nanovllm.cli.images import data_url
+from nanovllm.errors import RequestError
 from nanovllm.llm import LLM
 from nanovllm.sampling_params import SamplingParams
 from tests.vision.tiny_vision import Prompt, TinyVision, noise, tiny_vision, with_chat
@@ -98,6 +99,13 @@ def test_chat(
         pieces = "<user>", SQUARE, f"what?<assistant>{first}<user>more?<assistant>"
         assert second == expected(checkpoint, tokenizer, *pieces)
         assert conversation.retry(lambda text: None).text == second
+        # The images of a question that fails belong to the next one.
+        run_command(f"/image {folder / 'config.json'}", conversation)
+        for _ in range(2):
+            with pytest.raises(RequestError, match="one of PNG"):
+                conversation.ask("more?", lambda text: None)
+        run_command("/image", conversation)
+        assert conversation.ask("more?", lambda text: None).token_ids
     run_command("/image none.png", conversation)
     assert "cannot read none.png" in capsys.readouterr().err
 

@@ -256,11 +256,11 @@ def test_without_the_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
         assert_refused(llm, "nanovllm/vision, which reads images, is missing")
 
 
-def test_other_model_code_reads_text_only(folder: Path, checkpoint: TinyVision) -> None:
+def test_without_the_settings_of_the_image_processor(folder: Path, checkpoint: TinyVision) -> None:
     other = with_chat(checkpoint.path, folder.parent / "text")
     (other / "preprocessor_config.json").unlink()
     with LLM(other, **OPTIONS) as llm:
-        assert_refused(llm, "this model reads text only")
+        assert_refused(llm, "this copy of the model has no preprocessor_config.json")
 
 
 def test_a_damaged_tower_is_named(folder: Path, checkpoint: TinyVision) -> None:
