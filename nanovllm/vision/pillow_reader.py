@@ -15,7 +15,7 @@ from dataclasses import replace
 from io import BytesIO
 from typing import TypeVar
 
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from nanovllm.engine.images import MAX_BYTES, ImageSource, PlacedImages, PromptImage
 from nanovllm.errors import PromptTooLongError, RequestError, at_index
@@ -221,8 +221,11 @@ def _data_of(url: str) -> bytes:
 
 def _decode(image: Image.Image) -> Image.Image:
     """Return the first frame of an image as RGB, upright."""
-    try:
-        return ImageOps.exif_transpose(image).convert("RGB")
+    try:  # without copies that are not needed: an image may take 120 MB
+        if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:
+            image = ImageOps.exif_transpose(image)
+        image.load()
+        return image if image.mode == "RGB" else image.convert("RGB")
     except Exception as error:  # broken files raise many types of errors
         raise _unreadable(error) from error
 
