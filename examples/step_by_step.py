@@ -85,7 +85,7 @@ def steps(llm: LLM, texts: dict[str, str]) -> Iterator[EngineState]:
 def after_last_step(seq: SequenceState) -> SequenceState:
     num_tokens = seq.num_tokens
     return seq._replace(
-        status="finished", num_tokens=num_tokens + 1, num_computed=num_tokens, block_ids=[]
+        status="finished", num_tokens=num_tokens + 1, num_computed=num_tokens, tables=[]
     )
 
 

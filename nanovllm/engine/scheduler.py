@@ -306,7 +306,9 @@ class Scheduler:
         # A prompt that does not fit takes the rest of the budget.
         limit = min(seq.num_tokens, seq.num_computed + step.budget)
         end = self._row_end(seq, limit, step)
-        self.blocks.allocate(seq, end)  # windows need blocks for this row; `row_end` left them free
+        # The tables of windows grow with each row. NewRow carries all tables, and so the updates.
+        updates = self.blocks.allocate(seq, end)
+        assert updates is not None, "`row_end` returned more than fits into the free blocks"
         step.new_rows.append(
             NewRow(
                 seq.slot,

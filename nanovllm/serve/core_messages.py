@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Literal
 
 from nanovllm.engine.executor import ExecutorInfo
@@ -71,7 +72,8 @@ class CoreStats:
 def total(stats: list[CoreStats]) -> CoreStats:
     """Sum each field over several cores, which run the same model."""
     columns = {each.name: [getattr(one, each.name) for one in stats] for each in fields(CoreStats)}
-    held = zip(*columns.pop("num_held_blocks"), strict=True)
+    # A core that has not sent statistics yet does not know the number of groups.
+    held = zip_longest(*columns.pop("num_held_blocks"), fillvalue=0)
     counts: dict[str, Any] = {name: sum(column) for name, column in columns.items()}
     return CoreStats(**counts, num_held_blocks=tuple(map(sum, held)))
 

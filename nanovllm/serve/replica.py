@@ -130,7 +130,11 @@ class Replica:
         """Record the core's error, and set the statistics to those of an idle engine."""
         self.error = error
         self.stats = replace(
-            self.stats, num_running=0, num_waiting=0, num_free_blocks=self.stats.num_blocks
+            self.stats,
+            num_running=0,
+            num_waiting=0,
+            num_free_blocks=self.stats.num_blocks,
+            num_held_blocks=(0,) * len(self.stats.num_held_blocks),
         )
 
     def take_place_of(self, lost: Replica) -> None:

@@ -13,7 +13,8 @@
       if (running.length === 0 && rows === 0) continue;
       rows = Math.max(rows, running.length);
       if (running.length === 0) break;
-      const held = new Set(running.flatMap((each) => each.blocks)).size;
+      const blocks = running.flatMap(({ tables }) => tables.flatMap(([, held]) => held));
+      const held = new Set(blocks).size;
       const items = [...document.querySelectorAll("#running li")];
       const drawn = items.map((row) => Number(row.dataset.id));
       const pairs = [
@@ -23,7 +24,7 @@
         ["running", stats.num_running, Number.parseInt(text("num-running"), 10)],
         ["waiting", stats.num_waiting, Number(text("num-waiting"))],
       ];
-      const [x, y, wide] = own.map.box(running[0].blocks[0]);
+      const [x, y, wide] = own.map.box(blocks[0]);
       const ratio = devicePixelRatio;
       const pixel = own.map.drawing.context.getImageData((x + 2) * ratio, (y + 8) * ratio, 1, 1).data;
       if (pixel[3] === 0) pairs.push(["a pixel of a held block", "painted", "empty"]);

@@ -21,7 +21,7 @@ from nanovllm.engine.timing import SequenceEnd
 from nanovllm.errors import EngineError
 from nanovllm.serve.live import engine_events
 from nanovllm.serve.live.engine_events import Trace
-from nanovllm.serve.live.engine_state import EngineState, SequenceState
+from nanovllm.serve.live.engine_state import EngineState, HeldBlocks, SequenceState
 from nanovllm.serve.live.routes import PAGE_FOLDER
 from tests.serve.fake_llm import IDLE, FakeLLM
 from tests.serve.running import Running, running
@@ -166,7 +166,7 @@ def test_a_trace_has_host_device_and_requests(
 
 def test_a_trace_begins_with_the_oldest_request() -> None:
     """Perfetto drops events with negative timestamps."""
-    old = SequenceState(7, "running", 5, 16, 0, 5, 6, 1_000, [1])
+    old = SequenceState(7, "running", 5, 16, 0, 5, 6, 1_000, [HeldBlocks(0, [1])])
     end = SequenceEnd(7, "length", 11, 1_500, 2_000, 9_000, 1_000)
     llm = FakeLLM(idle=replace(IDLE, sequences=[old], ended=[end], time=8_000))
     with running(llm) as server:

@@ -16,7 +16,7 @@ import pytest
 
 from nanovllm import AsyncLLM
 from nanovllm.errors import EngineError
-from nanovllm.serve.live.engine_state import SequenceState
+from nanovllm.serve.live.engine_state import HeldBlocks, SequenceState
 from tests.serve.browser import (
     LIVE,
     Tabs,
@@ -316,7 +316,9 @@ def test_the_map_shows_what_the_engine_says(tabs: Tabs, server: Running) -> None
 def test_the_largest_map_leaves_room_for_the_running_sequences(tabs: Tabs) -> None:
     """Its cells are smaller; the server allows to pause the engine."""
     held = list(range(0, 20_000, 2))
-    sequences = [SequenceState(i, "running", 40, 100, 0, 41, 41, 0, held) for i in range(30)]
+    sequences = [
+        SequenceState(i, "running", 40, 100, 0, 41, 41, 0, [HeldBlocks(0, held)]) for i in range(30)
+    ]
     idle = replace(IDLE, num_blocks=40_000, sequences=sequences, cached=bytes(40_000))
     llm = FakeLLM(idle=idle)
     with served(tabs, llm, allow_pause=True) as server:
@@ -335,7 +337,7 @@ def test_the_largest_map_leaves_room_for_the_running_sequences(tabs: Tabs) -> No
 
 def test_a_large_pool_is_zoomed_to_the_blocks_in_use(tabs: Tabs) -> None:
     held, cached = [5, 15_000, 15_001], [9_000, 19_999]
-    sequence = SequenceState(1, "running", 40, 100, 0, 41, 41, 0, held)
+    sequence = SequenceState(1, "running", 40, 100, 0, 41, 41, 0, [HeldBlocks(0, held)])
     idle = replace(IDLE, num_blocks=20_000, sequences=[sequence], cached=flags(20_000, cached))
     with served(tabs, FakeLLM(idle=idle)) as server:
         page = tabs.open(server.url)
@@ -451,7 +453,7 @@ def test_step_mode_shows_what_a_step_changes(tabs: Tabs, tmp_path: Path) -> None
             assert "engine/block_manager.py::BlockManager.allocate" in titles[1]
             assert page.locator("#plan-size").inner_text() == "the plan had 1 row"
             assert "“<|im_start|>user⏎Hi there" in page.locator("#running li").inner_text()
-            blocks = page.evaluate("[...own.state.sequences.values()][0].blocks")
+            blocks = page.evaluate("[...own.state.sequences.values()][0].tables[0][1]")
             page.hover("#changes dd:nth-of-type(2) .change")
             assert page.evaluate("own.map.marked") == blocks
             assert page.evaluate("own.map.isOther(undefined)") is False
@@ -475,11 +477,24 @@ def test_step_mode_shows_what_a_step_changes(tabs: Tabs, tmp_path: Path) -> None
 def test_shared_blocks_are_counted(tabs: Tabs) -> None:
     blocks = [0, 1, 2, 3], [0, 1, 2, 4]
     sequences = [
-        SequenceState(i, "running", 9, 99, 0, 9, 9, 0, each) for i, each in enumerate(blocks)
+        SequenceState(i, "running", 9, 99, 0, 9, 9, 0, [HeldBlocks(0, each)])
+        for i, each in enumerate(blocks)
     ]
     with served(tabs, FakeLLM(idle=replace(IDLE, sequences=sequences))) as server:
         page = tabs.open(server.url)
         wait_for(page, "document.getElementById('num-shared').textContent === '3'")
+
+
+def test_blocks_behind_a_window_show_their_own_tokens(tabs: Tabs) -> None:
+    tables = [HeldBlocks(0, [0, 1, 2, 3]), HeldBlocks(2, [4, 5])]
+    sequence = SequenceState(1, "running", 60, 99, 0, 56, 56, 0, tables)
+    with served(tabs, FakeLLM(idle=replace(IDLE, sequences=[sequence]))) as server:
+        page = tabs.open(server.url)
+        for block, tokens in {3: "48 to 63 of #1, 50%", 4: "32 to 47 of #1, 100%"}.items():
+            x, y, width = page.evaluate(f"own.map.box({block})")
+            page.hover("#map", position={"x": x + width / 2, "y": y + 5})
+            text = page.locator("#map-detail").inner_text()
+            assert text.startswith(f"Block {block}: tokens {tokens} computed")
 
 
 # Whether the three colors of the page's background add up to little.
@@ -518,7 +533,9 @@ def test_no_window_is_too_narrow(tabs: Tabs) -> None:
 
 @pytest.mark.parametrize("width", [390, 1440])
 def test_tips_do_not_cover_what_they_explain(tabs: Tabs, width: int) -> None:
-    sequences = [SequenceState(i, "running", 9, 99, 0, 9, 9, 0, [i]) for i in range(3)]
+    sequences = [
+        SequenceState(i, "running", 9, 99, 0, 9, 9, 0, [HeldBlocks(0, [i])]) for i in range(3)
+    ]
     llm = FakeLLM(idle=replace(IDLE, sequences=sequences, snapshots=[5, 6]))
     with served(tabs, llm, allow_pause=True) as server:
         page = tabs.open(server.url, viewport={"width": width, "height": 780})

@@ -153,25 +153,31 @@ def test_the_changes_account_for_what_windows_free() -> None:
     assert num_freed > 50
 
 
-def test_a_block_shows_the_tokens_whose_keys_it_holds() -> None:
+@pytest.mark.parametrize("windows", [(None,), (None, 6)])
+def test_a_block_shows_the_tokens_whose_keys_it_holds(windows: Windows) -> None:
     """The fake executor stores token ids as keys."""
-    num_cached = 0
+    num_cached = num_passed = 0
     for seed in range(20):
-        for core, state in stepped(random.Random(seed), caching=True):
+        for core, state in stepped(random.Random(seed), True, windows):
             assert state.paused is not None
             kv, tokens = core.executor.kv, state.paused.block_tokens
             for seq in state.sequences:
                 assert state.paused.prompts[seq.seq_id] == [
                     *core._sequences[seq.seq_id].token_ids[:24]
                 ]
-                for index, block_id in enumerate(seq.block_ids):
-                    end = max(0, min(BLOCK_SIZE, seq.num_computed - index * BLOCK_SIZE))
-                    assert tokens[block_id][:end] == kv[block_id][:end].tolist()
+                for table in seq.tables:
+                    num_passed += table.first
+                    for index, block_id in enumerate(table.block_ids, table.first):
+                        start = index * BLOCK_SIZE
+                        end = max(0, min(BLOCK_SIZE, seq.num_computed - start))
+                        known = core._sequences[seq.seq_id].token_ids[start : start + end].tolist()
+                        assert tokens[block_id][:end] == kv[block_id][:end].tolist() == known
             held = {block for table in tables_of(state).values() for block in table}
             for block_id in cached_in(state) - held:
                 assert tokens[block_id] == kv[block_id].tolist()
                 num_cached += 1
     assert num_cached > 50
+    assert (num_passed > 50) == (len(windows) > 1)
 
 
 def test_steps_without_a_snapshot_are_not_explained() -> None:

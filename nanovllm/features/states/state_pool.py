@@ -38,6 +38,7 @@ class Progress:
     """What the pool knows about a sequence."""
 
     key: PromptKey
+    source: Snapshot | None = None  # where it starts if it is admitted; None: the initial state
     snapshot_len: int = 0  # length of the longest prefix with a snapshot, `last` excluded
     last: Snapshot | None = None  # latest one in the output; the next one replaces it
 
@@ -111,9 +112,12 @@ class StatePool(Feature):
 
     def usable_hits(self, seq: Sequence, hits: list[Prefix]) -> list[Prefix]:
         """Return the cached blocks up to the last one with a snapshot."""
+        progress = self._progress[seq.seq_id]
         for count in range(len(hits), 0, -1):
-            if hits[count - 1].block_ids[0] in self.snapshots:
+            progress.source = self.snapshots.get(hits[count - 1].block_ids[0])
+            if progress.source is not None:
                 return hits[:count]
+        progress.source = None
         return []
 
     def row_end(self, seq: Sequence, end: int, limit: int) -> int:
@@ -154,14 +158,14 @@ class StatePool(Feature):
 
     def _enter(self, seq: Sequence, start: int) -> None:
         """Initialize the state of a sequence that was assigned to a slot."""
-        progress, source = self._progress[seq.seq_id], self.counts.initial_id
-        if start:
-            last_block = seq.tables[0].block_ids[start // self.block_size - 1]
-            snapshot = self.snapshots[last_block]
-            snapshot.priority = self._clock + snapshot.cost
-            source = snapshot.state_id
-        progress.snapshot_len, progress.last = start, None
-        self._copies.append(StateCopy(source, seq.slot))
+        progress, state_id = self._progress[seq.seq_id], self.counts.initial_id
+        if (source := progress.source) is not None:
+            # A block with an equal hash may have replaced the hit in this plan. That freed the
+            # state's id, but only a later plan overwrites the state.
+            source.priority = self._clock + source.cost
+            state_id = source.state_id
+        progress.source, progress.snapshot_len, progress.last = None, start, None
+        self._copies.append(StateCopy(state_id, seq.slot))
 
     def _mark_due(self, seq: Sequence) -> None:
         """Mark a snapshot as due if the row just planned ends where `row_end` describes.

@@ -13,6 +13,13 @@ from nanovllm.serve.core_messages import CoreStats
 SequenceStatus = Literal["running", "waiting", "preempted", "postponed"]
 
 
+class HeldBlocks(NamedTuple):
+    """The blocks that a sequence holds in one group of layers; a window has freed those before."""
+
+    first: int  # index in the block table
+    block_ids: list[int]
+
+
 class SequenceState(NamedTuple):
     seq_id: int
     status: SequenceStatus
@@ -22,7 +29,12 @@ class SequenceState(NamedTuple):
     num_computed: int
     num_tokens: int  # prompt and output tokens known to the host
     arrival: int  # microseconds
-    block_ids: list[int]
+    tables: list[HeldBlocks]  # one per group of layers
+
+    @property
+    def block_ids(self) -> list[int]:
+        """The blocks that it holds, group by group."""
+        return [block_id for table in self.tables for block_id in table.block_ids]
 
 
 class Change(NamedTuple):

@@ -10,7 +10,7 @@ from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.timing import SequenceEnd, StepLog, StepTiming
 from nanovllm.serve.core_messages import CoreStats
-from nanovllm.serve.live.engine_state import EngineState, SequenceState, SequenceStatus
+from nanovllm.serve.live.engine_state import EngineState, HeldBlocks, SequenceState, SequenceStatus
 
 MAX_QUEUE = 64  # maximum number of waiting, and of postponed, sequences in a snapshot
 
@@ -61,7 +61,7 @@ def _sequence(seq: Sequence, status: SequenceStatus) -> SequenceState:
         seq.num_computed,
         len(seq.token_ids),
         _microseconds(seq.request.arrival_time),
-        seq.block_ids,
+        [HeldBlocks(table.first, table.held) for table in seq.tables],
     )
 
 

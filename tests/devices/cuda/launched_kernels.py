@@ -66,7 +66,7 @@ class Launches:
         self.noted = self.own
 
 
-def check(path: Path, **options: Any) -> None:
+def check(path: Path, longest: int = 500, **options: Any) -> None:
     """Run many short prompts, and prompts of all lengths, some together with decode rows."""
     launches, rng = Launches(), random.Random(0)
     with (
@@ -81,17 +81,17 @@ def check(path: Path, **options: Any) -> None:
         # GEMMs of torch launch none of our kernels, and take minutes on CPUs that emulate bfloat16.
         mock.patch.object(functional, "linear", lambda x, weight, bias=None: zeros(x, weight)),
         mock.patch.object(torch.Tensor, "addmm_", lambda total, *_, **__: total),
-        LLM(path, **OPTIONS, **options) as llm,
+        LLM(path, **{**OPTIONS, **options}) as llm,
     ):
-        for longest in (3, 9, 100, 500):
-            prompts = [[1] * rng.randint(1, longest) for _ in range(45)]
+        for most in (3, 9, 100, longest):
+            prompts = [[1] * rng.randint(1, most) for _ in range(45)]
             kinds = [
                 {"max_tokens": rng.randint(1, 5), "top_p": rng.choice((1.0, 0.9))} for _ in prompts
             ]
             params = [SamplingParams(ignore_eos=True, **kind) for kind in kinds]
             llm.generate(prompts, params, use_tqdm=False)
         for num_decodes in (1, 3, 9):
-            run_beside_decode_rows(llm, num_decodes)
+            run_beside_decode_rows(llm, num_decodes, longest)
     assert len(launches.own) > 20
     assert sorted(name for name, _ in launches.own - launches.ahead) == []
 
@@ -100,7 +100,7 @@ def zeros(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return x.new_zeros(*x.shape[:-1], len(weight))
 
 
-def run_beside_decode_rows(llm: LLM, num_decodes: int) -> None:
+def run_beside_decode_rows(llm: LLM, num_decodes: int, length: int) -> None:
     """Start some decode rows, then admit more prompts at once than any graph has room for."""
     params = SamplingParams(ignore_eos=True, max_tokens=4)
     for _ in range(num_decodes):
@@ -108,7 +108,7 @@ def run_beside_decode_rows(llm: LLM, num_decodes: int) -> None:
     for _ in range(2):
         llm.added.step()
     for index in range(11):
-        prompt = [num_decodes, index] * 250  # unique, or it would be in the prefix cache
+        prompt = [num_decodes, index] * (length // 2)  # unique, or it would be in the prefix cache
         llm.add_request(prompt, params)
     while not llm.added.is_finished():
         llm.added.step()
@@ -122,6 +122,10 @@ def main() -> None:
         check(path, max_num_seqs=20, max_num_batched_tokens=8192, num_kvcache_blocks=99)
         path = shared_checkpoint(Path(folder), "gemma2").path
         check(path, max_num_seqs=7, max_num_batched_tokens=300, kvcache_block_size=32)
+        # 13 blocks per sequence: the tables of its groups begin at addresses of any alignment.
+        path = shared_checkpoint(Path(folder), "gemma3-six").path
+        options = {"max_num_batched_tokens": 300, "kvcache_block_size": 32, "max_model_len": 410}
+        check(path, 380, max_num_seqs=7, **options)
         path = shared_checkpoint(Path(folder), "qwen3.5").path
         check(path, max_num_seqs=7, max_num_batched_tokens=300, num_kvcache_blocks=99)
         path = shared_checkpoint(Path(folder), "qwen3").path

@@ -73,6 +73,16 @@ def test_the_token_budget_does_not_change_the_snapshots(max_tokens: int) -> None
     assert sorted(snapshot.cost for snapshot in snapshots) == [448, 1024]
 
 
+def test_a_block_with_an_equal_hash_replaces_a_hit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hit and the block that replaces it are in the same plan."""
+    monkeypatch.setattr("xxhash.xxh3_64_intdigest", lambda *args, **kwargs: 7)
+    core, tokens = make_core(num_snapshots=4), random_tokens(random.Random(7), 2 * BLOCK_SIZE + 1)
+    run(core, 0, tokens[: BLOCK_SIZE + 1], max_tokens=1)
+    seq = run(core, 1, tokens)
+    assert seq.num_cached == BLOCK_SIZE
+    assert seq.output_token_ids == reference(tokens, 2)
+
+
 def test_the_next_turn_of_a_chat_continues_after_the_output() -> None:
     core, prompt = make_core(num_snapshots=4), random_tokens(random.Random(1), 100)
     first = run(core, 0, prompt, max_tokens=500)

@@ -247,7 +247,8 @@ def activate(gate, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
     return gate / (1.0 + tl.exp(-exponent))
 
 
-@triton.jit
+# The slot_mapping is one row of a table with a row per group: its alignment varies.
+@triton.jit(do_not_specialize_on_alignment=("slot_mapping",))
 def _rope_write(  # type: ignore[no-untyped-def]
     qkv,
     norm,

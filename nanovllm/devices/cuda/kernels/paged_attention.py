@@ -31,8 +31,12 @@ from nanovllm.devices.cuda.kernels.pdl import launch_options, wait_for_inputs
 FP8_WEIGHT = tl.constexpr(2.0**WEIGHT_EXPONENT.value)  # scale of probabilities with an FP8 cache
 LOG2_E = 1.4426950408889634  # the softmax uses base 2, for which the hardware has an instruction
 SCORE_FACTOR = tl.constexpr(LOG2_E)
-# These arguments are slices of an upload: specializing on alignment would compile more kernels.
-COLUMNS = "slots", "context_lens", "query_starts", "query_lens", "order", "members", "shared_lens"
+# These arguments are slices of an upload, or one group's part of a table: specializing on alignment
+# would compile more kernels.
+COLUMNS = (
+    *("block_table", "slots", "context_lens", "query_starts", "query_lens", "order"),
+    *("members", "shared_lens"),
+)
 
 
 @dataclass(frozen=True, slots=True)

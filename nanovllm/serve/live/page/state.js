@@ -1,6 +1,6 @@
 // The engine's state, computed from the snapshots of its event stream. Nothing here draws.
 
-const SEQUENCE = ["id", "status", "prompt", "most", "cached", "computed", "tokens", "arrival", "blocks"];
+const SEQUENCE = ["id", "status", "prompt", "most", "cached", "computed", "tokens", "arrival", "tables"];
 const STEP = ["begin", "schedule", "submit", "wait", "commit", "deviceBegin", "device", "prompt", "answer", "rows", "accepted"];
 const CHANGE = ["kind", "function", "id", "blocks", "note", "text"];
 export const MAX_STEPS = 400;
@@ -31,14 +31,16 @@ export function apply(state, event) {
 
 export const running = (state) => [...state.sequences.values()].filter((each) => each.status === "running");
 
-/** Map each held block to its holders: a list of [sequence, index of the block in the sequence]. */
+/** Map each held block to its holders: a list of [sequence, index of the block in its table]. */
 export function holders(state) {
   const held = new Map();
   for (const sequence of state.sequences.values()) {
-    sequence.blocks.forEach((block, index) => {
-      if (!held.has(block)) held.set(block, []);
-      held.get(block).push([sequence, index]);
-    });
+    for (const [first, blocks] of sequence.tables) {
+      blocks.forEach((block, index) => {
+        if (!held.has(block)) held.set(block, []);
+        held.get(block).push([sequence, first + index]);
+      });
+    }
   }
   return held;
 }
