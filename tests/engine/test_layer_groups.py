@@ -70,7 +70,7 @@ def test_a_window_holds_no_more_than_it_needs(
     for seq in steps(core, 0, [7] * (length - 300), 300):
         if seq.tables:
             core.scheduler.blocks.check([seq])
-            most = max(most, len(seq.tables[-1].held))
+            most = max(most, len(seq.tables[-1].held_block_ids))
     assert len(seq.token_ids) == length
     assert most * block_size <= 64 + chunk + 2 * block_size
     assert core.scheduler.blocks.num_free == core.scheduler.blocks.num_blocks
