@@ -1,7 +1,8 @@
 """Qwen3.5 and Qwen3-Next: Gated DeltaNet in most layers, gated full attention in the others.
 
-Qwen3.5 models are dense or have experts; Qwen3-Next, their predecessor, always has experts. Images
-and multi-token prediction (MTP) are not supported; their weights are skipped by name.
+Qwen3.5 models are dense or have experts; Qwen3-Next, their predecessor, always has experts. Vision
+towers are in `vision/`. Multi-token prediction (MTP) is not supported: its weights are skipped by
+name.
 """
 
 from __future__ import annotations

@@ -129,12 +129,17 @@ def _append(turn: Turn, more: Turn) -> None:
     """Append the texts and the tool calls of another turn, after a blank line."""
     for name in ("content", "reasoning", "reasoning_content"):
         contents = [each[name] for each in (turn, more) if each.get(name)]
-        if any(isinstance(content, list) for content in contents):  # of parts with images
-            turn[name] = [part for content in contents for part in _parts(content)]
-        elif contents:
-            turn[name] = "\n\n".join(contents)
+        if contents:
+            turn[name] = _joined(contents)
     if more.get("tool_calls"):
         turn["tool_calls"] = [*turn.get("tool_calls", ()), *more["tool_calls"]]
+
+
+def _joined(contents: list[Any]) -> Any:
+    if all(isinstance(content, str) for content in contents):
+        return "\n\n".join(contents)
+    first, *others = map(_parts, contents)  # some have images
+    return first + [part for parts in others for part in (*_parts("\n\n"), *parts)]
 
 
 def _parts(content: Any) -> list[Any]:

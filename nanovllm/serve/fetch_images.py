@@ -47,14 +47,14 @@ async def _fetch(url: httpx.URL) -> str:
     # Connect to the address that was checked: a second lookup could return another one.
     checked = url.copy_with(host=await _public_address(url))
     extensions = {"sni_hostname": url.host}
-    headers = {"Host": url.netloc.decode()}
+    headers = {"Host": url.netloc.decode(), "Accept-Encoding": "identity"}
     async with (
         httpx.AsyncClient(trust_env=False, timeout=SECONDS) as client,
         client.stream("GET", checked, headers=headers, extensions=extensions) as response,
     ):
         require(response.status_code == 200, "image", "an address of a file", response.status_code)
         data = bytearray()
-        async for piece in response.aiter_bytes():
+        async for piece in response.aiter_raw():
             data += piece
             require(len(data) <= MAX_BYTES, "image", f"at most {MAX_BYTES >> 20} MiB", len(data))
         kind = response.headers.get("Content-Type", "").partition(";")[0]

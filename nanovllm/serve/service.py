@@ -134,8 +134,10 @@ class Service:
         self, token_ids: list[int], sources: list[ImageSource], param: str
     ) -> PlacedImages:
         """Read the images of a prompt, and expand their placeholders."""
-        place = self.llm.input_processor.image_reader.place
+        place, most = self.llm.input_processor.image_reader.place, self.llm.config.max_images
         with errors_about(param):
+            expected = f"at most {most} (limit_mm_per_prompt)"
+            require(len(sources) <= most, "number of images", expected, len(sources))
             sources = await with_fetched(sources, self.options.allowed_media_domains)
             loop = asyncio.get_running_loop()
             return await loop.run_in_executor(self._reading, place, token_ids, sources)

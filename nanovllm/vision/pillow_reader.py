@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from io import BytesIO
 
-from PIL import Image, ImageOps
+from PIL import ExifTags, Image, ImageOps
 
 from nanovllm.engine.images import ImageSource, PlacedImages, PromptImage
 from nanovllm.errors import RequestError, at_index
@@ -136,8 +136,11 @@ def _decode(image: Image.Image) -> Image.Image:
     require(is_small, "image", f"of at most {MAX_PIXELS // 10**6} megapixels", image.size)
     is_shaped = max(width, height) <= MAX_ASPECT * min(width, height)
     require(is_shaped, "image", f"at most {MAX_ASPECT} times as long as wide", image.size)
-    try:
-        return ImageOps.exif_transpose(image).convert("RGB")
+    try:  # without copies that are not needed: an image may take 120 MB
+        if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:
+            image = ImageOps.exif_transpose(image)
+        image.load()
+        return image if image.mode == "RGB" else image.convert("RGB")
     except Exception as error:  # broken files raise many types of errors
         raise _unreadable(error) from error
 

@@ -390,6 +390,14 @@ def test_calls_and_reasoning_of_merged_turns_are_kept() -> None:
     assert merged == {"role": "assistant", **whole}
 
 
+def test_images_of_merged_turns_are_kept() -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:"}}
+    first, second = {"role": "user", "content": [image]}, {"role": "user", "content": "x"}
+    (merged,) = merge_turns([first, second])
+    texts = [{"type": "text", "text": text} for text in ("\n\n", "x")]
+    assert merged == {"role": "user", "content": [image, *texts]}
+
+
 def test_a_strict_template_gets_merged_turns() -> None:
     with running(FakeLLM(), chat_template=STRICT) as server:
         ask(server, system="S", messages=[*CLAUDE["messages"], {"role": "system", "content": "T"}])

@@ -133,6 +133,33 @@ def begin_an_answer(page: Any, text: str = "Go on") -> None:
     wait_for(page, "document.querySelector('.assistant .body')?.innerText.length > 10")
 
 
+DROP = """() => {
+  const data = new DataTransfer();
+  data.items.add(new File([new Uint8Array([1, 2, 3])], "photo.png", { type: "image/png" }));
+  document.dispatchEvent(new DragEvent("drop", { dataTransfer: data, bubbles: true }));
+}"""
+
+
+def test_images_are_dropped_removed_and_sent(tabs: Tabs) -> None:
+    tabs.expected = ("400",)
+    with served(tabs, FakeLLM()) as server:
+        page = tabs.open(server.url)
+        page.evaluate(DROP)
+        page.click("#images button")  # removes it
+        assert page.locator("#images button").count() == 0
+        page.evaluate(DROP)
+        page.wait_for_selector("#images button")
+        with page.expect_request("**/v1/chat/completions") as sent:
+            say(page, "What is this?")
+        image, text = sent.value.post_data_json["messages"][0]["content"]
+        assert image == {"type": "image_url", "image_url": {"url": "data:image/png;base64,AQID"}}
+        assert text == {"type": "text", "text": "What is this?"}
+        wait_for_answer(page)
+        assert page.locator(".message.user .image").inner_text() == "photo.png"
+        assert "this model reads text only" in page.locator(".message .error").inner_text()
+        assert page.locator("#images").is_hidden()
+
+
 def test_deleted_conversations_are_aborted_and_stay_deleted(tabs: Tabs) -> None:
     """The one that is shown, in the middle of its answer, and one that is not shown."""
     llm = FakeLLM(text="word " * 400, pause=0.05)

@@ -307,7 +307,7 @@ def test_allowed_hosts(
             return httpx.Response(302, headers={"Location": "http://127.0.0.1/x.png"})
         kind = "text/html" if request.url.path == "/page" else "image/png"
         data = b"x" * (21 << 20) if request.url.path == "/large" else file
-        return httpx.Response(200, headers={"Content-Type": kind}, content=data)
+        return httpx.Response(200, headers={"Content-Type": kind}, stream=httpx.ByteStream(data))
 
     async def addresses_of(_: httpx.URL) -> list[str]:
         return ["93.184.216.34"]
@@ -321,6 +321,9 @@ def test_allowed_hosts(
     body = fetched(server, "https://images.test/x.png").json()
     want = Expected(server, checkpoint, "<user>a", SQUARE, "<assistant>")
     assert body["choices"][0]["message"]["content"] == want.text
+    many = [{"type": "image_url", "image_url": {"url": "https://images.test/x.png"}}] * 17
+    response = chat(server, [{"role": "user", "content": many}])
+    assert "at most 16 (limit_mm_per_prompt), got 17" in response.json()["error"]["message"]
     reasons = {"redirect": "got 302", "page": "one of PNG", "large": "at most 20 MiB"}
     for name, reason in reasons.items():
         response = fetched(server, f"https://images.test/{name}")

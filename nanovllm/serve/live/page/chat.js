@@ -2,6 +2,7 @@
 
 import { events } from "./api.js";
 import { find, iconButton, make } from "./elements.js";
+import { Images, contentWith } from "./images.js";
 import { messageView } from "./messages.js";
 import * as store from "./store.js";
 
@@ -19,6 +20,7 @@ export class Chat {
     this.views = new WeakMap(); // the latest view of each message
     this.list = find("messages");
     this.input = find("input");
+    this.images = new Images();
     this.connect();
     this.show();
   }
@@ -44,10 +46,12 @@ export class Chat {
 
   sendInput() {
     const text = this.input.value.trim();
-    if (!text || this.answers.has(this.chat.id)) return;
+    const isEmpty = !text && this.images.images.length === 0;
+    if (isEmpty || this.answers.has(this.chat.id)) return;
     this.input.value = "";
     this.fitInput();
-    this.ask({ role: "user", content: text });
+    const images = this.images.take();
+    this.ask({ role: "user", content: text, ...(images.length && { images }) });
   }
 
   stop(id = this.chat.id) {
@@ -127,7 +131,10 @@ export class Chat {
 
   keep(chat) {
     chat.time = Date.now();
-    const messages = chat.messages.map(({ isBusy, ...rest }) => rest);
+    const messages = chat.messages.map(({ isBusy, images, ...rest }) => ({
+      ...rest,
+      ...(images && { images: images.map(({ name }) => ({ name })) }), // their content may exceed the browser's storage
+    }));
     store.save({ ...chat, messages });
     this.showChats();
   }
@@ -149,7 +156,7 @@ export class Chat {
   add(message, index) {
     const view = messageView(message, {
       regenerate: () => this.goOn(index),
-      edit: (content) => this.goOn(index, { role: "user", content }),
+      edit: (content) => this.goOn(index, { ...message, content }),
       answerCall: (id, content) => this.addResult({ role: "tool", tool_call_id: id, content }),
       needsResult: (id) => this.chat.messages.every((each) => each.tool_call_id !== id),
     });
@@ -189,8 +196,8 @@ export class Chat {
   }
 }
 
-function asRequestMessage({ role, content, tool_calls, tool_call_id }) {
-  const message = { role, content };
+function asRequestMessage({ role, content, images, tool_calls, tool_call_id }) {
+  const message = { role, content: images ? contentWith(images, content) : content };
   if (tool_calls) message.tool_calls = tool_calls;
   if (tool_call_id) message.tool_call_id = tool_call_id;
   return message;

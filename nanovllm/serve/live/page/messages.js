@@ -27,7 +27,10 @@ export function messageView(message, actions) {
 }
 
 function contents(message, old, actions) {
-  if (message.role === "user") return [make("p", { className: "plain" }, message.content)];
+  if (message.role === "user") {
+    const images = (message.images ?? []).map(({ name }) => make("p", { className: "image" }, name));
+    return [...images, make("p", { className: "plain" }, message.content)];
+  }
   if (message.role === "tool") return [make("p", { className: "plain" }, `result: ${message.content}`)];
   const parts = [];
   if (message.reasoning) {
