@@ -18,6 +18,7 @@ from nanovllm.checkpoint.tokenizer import load_tokenizer
 from nanovllm.config import DEFAULT_LEN, WHOLE_CONTEXT, EngineConfig, ModelConfig
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.core import EngineCore
+from nanovllm.engine.engine_options import TEXT_ONLY
 from nanovllm.engine.executor import Executor, ExecutorInfo
 from nanovllm.engine.feature import Feature
 from nanovllm.engine.grammar import GrammarEngine
@@ -254,14 +255,23 @@ def create_image_reader(resolved: ResolvedModel) -> ImageReader:
     if not _has_vision():
         return NoImages("nanovllm/vision, which reads images, is missing")
     if settings is None:
-        return NoImages()
+        return NoImages(_why_no_settings(resolved))
     if not _has_pillow():
         return NoImages(f"images need Pillow: {PILLOW}")
     if not resolved.config.max_images:
         return NoImages("limit_mm_per_prompt rules out images")
     from nanovllm.vision.pillow_reader import PillowReader
 
-    return PillowReader(settings, resolved.config.max_images)
+    config = resolved.config
+    return PillowReader(settings, config.max_images, config.max_model_len)
+
+
+def _why_no_settings(resolved: ResolvedModel) -> str:
+    from nanovllm.vision.image_settings import PROCESSOR_FILES, lacks_processor
+
+    if resolved.model_config.transformers_config is None and lacks_processor(resolved.checkpoint):
+        return f"this copy of the model has no {PROCESSOR_FILES[0]}; fetch the model again"
+    return TEXT_ONLY
 
 
 def read_image_settings(model_config: ModelConfig, checkpoint: Checkpoint) -> ImageSettings | None:

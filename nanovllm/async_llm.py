@@ -314,7 +314,10 @@ class AsyncLLM:
             stream: Stream[PieceQueue] = Stream(replica, AsyncOutputQueue())
             self.client.begin(state, stream)
         replica.add(requests)
-        stream.queue.loop.call_soon(replica.flush)  # sends requests of several callers together
+        if first.images:  # pickling their pixels takes long; a later message flushes before itself
+            stream.queue.loop.run_in_executor(None, replica.flush)
+        else:
+            stream.queue.loop.call_soon(replica.flush)  # sends requests of several callers together
         return stream
 
     def _collect(self, replica: Replica, step: EngineCoreOutputs) -> None:

@@ -128,7 +128,8 @@ def test_options_of_image_processors_have_no_effect(caplog: pytest.LogCaptureFix
 def test_the_number_of_images_is_limited() -> None:
     assert EngineConfig("x").max_images == 16
     assert engine_config("x", {"limit_mm_per_prompt": {"image": 1, "video": 0}}).max_images == 1
-    for limits in ({"image": -1}, {"image": True}, {5: 1}, 7):
+    wrong = {"image": -1}, {"image": True}, {5: 1}, 7, 0, {"video": 1}, {"images": 0}, {"audio": -1}
+    for limits in wrong:
         with pytest.raises(ConfigError, match="limit_mm_per_prompt must be"):
             engine_config("x", {"limit_mm_per_prompt": limits})
 

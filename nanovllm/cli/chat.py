@@ -4,7 +4,7 @@ replies are printed.
 
 commands:
   /system TEXT      replace the system prompt; without TEXT, show it
-  /image FILE       show an image with the next message
+  /image FILE       show an image with the next message; without FILE, forget such images
   /set NAME VALUE   change a sampling parameter, as in /set temperature 0.8; alone, show all
   /save FILE        write the conversation to a file
   /load FILE        continue a saved conversation
@@ -39,7 +39,7 @@ from nanovllm.cli.images import data_url, user_message
 from nanovllm.cli.output import RunStats, TextView, why_empty
 from nanovllm.cli.start import has_chat_template, open_model
 from nanovllm.engine.conversations import as_conversations
-from nanovllm.engine.images import ImageParts
+from nanovllm.engine.images import ImageParts, PromptImage, outside_ids
 from nanovllm.errors import NanovllmError, PromptTooLongError, RequestError
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
@@ -179,7 +179,7 @@ def _system(conversation: Conversation, text: str) -> str | None:
 
 
 def _image(conversation: Conversation, path: str) -> str:
-    conversation.images.append(data_url(path))
+    conversation.images = [*conversation.images, data_url(path)] if path else []
     return f"Images of the next message: {len(conversation.images)}"
 
 
@@ -248,6 +248,7 @@ class Conversation:
         self.stats: RunStats = RunStats()
         self.num_dropped = 0  # number of messages dropped to make room for the last one
         self._llm = llm
+        self._read: dict[str, PromptImage] = {}  # the images of the last prompt, by their URLs
         if system is not None:
             self.instruct(system)
 
@@ -270,8 +271,12 @@ class Conversation:
         The oldest turns are dropped when the context has no room for them. The partial text of an
         interrupted reply is kept; a question without any reply is forgotten.
         """
-        images, self.images = self.images, []
-        return self._reply_to(user_message(question, images), show)
+        before = self.messages
+        try:
+            return self._reply_to(user_message(question, self.images), show)
+        finally:
+            if self.messages is not before:  # they now have the images
+                self.images = []
 
     def _reply_to(self, question: dict[str, Any], show: Callable[[str], None]) -> RequestOutput:
         messages = [*self.messages, question]
@@ -302,6 +307,8 @@ class Conversation:
         self, messages: list[dict[str, Any]], show: Callable[[str], None]
     ) -> RequestOutput:
         [prompt] = self._llm.apply_chat_template([messages])
+        if isinstance(prompt, Mapping):
+            prompt = self._with_read_images(prompt)
         if not self._has_room(prompt) and _without_oldest_turn(messages) is not None:
             raise PromptTooLongError("the context has no room for a reply")
         reply, output = "", None
@@ -318,16 +325,25 @@ class Conversation:
         assert output is not None, "the last piece of a stream has an output"
         return output
 
+    def _with_read_images(self, prompt: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Read the images of a prompt, except for those that the last prompt had."""
+        if isinstance(self._llm, HttpLLM):
+            return prompt
+        urls = prompt["multi_modal_data"]["image"]
+        sources = [self._read.get(str(url), url) for url in urls]
+        reader = self._llm.engine.input_processor.image_reader
+        placed = reader.place(prompt["prompt_token_ids"], sources)
+        self._read = dict(zip(map(str, urls), placed.images, strict=True))
+        ids = outside_ids(placed.token_ids, placed.images)
+        return {"prompt_token_ids": ids, "multi_modal_data": {"image": placed.images}}
+
     def _has_room(self, prompt: Any) -> bool:
         """Whether a reply of useful length fits in the context; assumed for a server."""
         if isinstance(self._llm, HttpLLM):
             return True
-        engine = self._llm.engine
-        if isinstance(prompt, Mapping):  # with images
-            ids, images = prompt["prompt_token_ids"], prompt["multi_modal_data"]["image"]
-            prompt = engine.input_processor.image_reader.place(ids, images).token_ids
-        max_len = engine.core.max_len
-        return len(prompt) + min(self.params.max_new_tokens, max_len // 4) <= max_len
+        ids = prompt["prompt_token_ids"] if isinstance(prompt, Mapping) else prompt
+        max_len = self._llm.engine.core.max_len
+        return len(ids) + min(self.params.max_new_tokens, max_len // 4) <= max_len
 
 
 def _without_oldest_turn(messages: list[dict[str, Any]]) -> list[dict[str, Any]] | None:

@@ -21,6 +21,7 @@ from nanovllm.validation import (
 
 DEFAULT_LEN = 4096  # default max_model_len; the model's own limit if that is less
 DEFAULT_IMAGES = 16  # most images per prompt
+NO_MEDIA = (("video", 0), ("audio", 0))  # the only limits of these
 DTYPES = ("float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")  # the last two are synonyms
 DTYPE_NAMES = {"half": "float16", "float": "float32"}  # aliases in PyTorch and vLLM
@@ -185,12 +186,13 @@ class EngineConfig:
         self._require("depth", self.depth in (None, 0, 1), "0, 1 or None")
         if self.speculative_config is not None:
             SpeculativeConfig.read(self.speculative_config)
-        limits = self.limit_mm_per_prompt or {}
+        limits = {} if self.limit_mm_per_prompt is None else self.limit_mm_per_prompt
         is_valid = isinstance(limits, Mapping) and all(
-            isinstance(name, str) and type(limit) is int and limit >= 0
+            type(limit) is int and limit >= 0 and (name == "image" or (name, limit) in NO_MEDIA)
             for name, limit in limits.items()
         )
-        self._require("limit_mm_per_prompt", is_valid, 'a dict such as {"image": 4}')
+        expected = 'a dict such as {"image": 4}; videos and audio are not supported'
+        self._require("limit_mm_per_prompt", is_valid, expected)
         is_time = 0 <= self.step_timeout < float("inf")
         self._require("step_timeout", is_time, "a number of seconds, or 0 for no limit")
 

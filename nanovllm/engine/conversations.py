@@ -66,6 +66,8 @@ def prompts_of(
     for index, (name, given) in enumerate(conversations):
         images = ImageParts(input_processor.image_reader.refusal)
         conversation = _as_conversation(given, name, images)
+        if images.sources:
+            conversation = without_placeholders(input_processor, conversation)
         try:
             text = template.render(conversation, **variables)
             require_text("messages", text)
@@ -78,6 +80,27 @@ def prompts_of(
         else:
             prompts.append(ids)
     return prompts
+
+
+def without_placeholders(
+    input_processor: InputProcessor, conversation: list[Message]
+) -> list[Message]:
+    """Break the image placeholder's text in texts, which would move an image to another place."""
+    placeholder_id = input_processor.image_reader.placeholder_id
+    assert placeholder_id is not None
+    text: Any = input_processor.get_tokenizer().convert_ids_to_tokens(placeholder_id)
+
+    def broken(value: Any) -> Any:
+        if isinstance(value, str):
+            return value.replace(text, f"{text[:1]} {text[1:]}")
+        if isinstance(value, Mapping):
+            return {name: broken(each) for name, each in value.items()}
+        return [broken(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+    try:
+        return list(map(broken, conversation))
+    except RecursionError as error:
+        raise RequestError("the messages are nested too deeply", param="messages") from error
 
 
 def as_conversations(messages: Messages, images: ImageParts | None = None) -> list[list[Message]]:

@@ -18,6 +18,7 @@ from nanovllm.validation import require
 # How an image is passed: a PIL image, a data URL, or a PromptImage, which another process may have
 # read.
 ImageSource = Any
+MAX_BYTES = 20 << 20  # of an encoded image
 IMAGE_TYPES = ("image", "image_pil", "image_url")  # content parts; the last two as in vLLM
 
 
@@ -71,6 +72,12 @@ class ImageReader(Protocol):
         The prompt has one placeholder for each image, or as many as the image has tokens.
         """
 
+    def read_all(self, sources: Sequence[ImageSource]) -> list[PromptImage | RequestError]:
+        """Read images; in place of one that cannot be read, return the error.
+
+        Raise PromptTooLongError, before any is decoded, if they alone exceed the context.
+        """
+
 
 @dataclass(frozen=True, slots=True)
 class NoImages:
@@ -81,6 +88,9 @@ class NoImages:
 
     def place(self, token_ids: Sequence[int], sources: Sequence[ImageSource]) -> PlacedImages:
         raise RequestError(f"the prompt has images, but {self.refusal}", param="prompt")
+
+    def read_all(self, sources: Sequence[ImageSource]) -> list[PromptImage | RequestError]:
+        return [RequestError(self.refusal, param="prompt") for _ in sources]
 
 
 def outside_ids(token_ids: array[int], images: Sequence[PromptImage]) -> list[int]:

@@ -27,6 +27,11 @@ def left_out(part: Mapping[str, Any]) -> str:
     return f"[{PART_NAMES.get(kind, kind):.40} left out: {TEXT_ONLY}]"
 
 
+def image_left_out(reason: str) -> dict[str, Any]:
+    """Return the part that replaces an image of the history."""
+    return {"type": "text", "text": f"[image left out: {reason}]"}
+
+
 def as_image(part: Any) -> Any:
     """Return an image part of any API as one of the chat API; return other parts unchanged."""
     match part:
@@ -45,30 +50,40 @@ def is_image(part: Any) -> bool:
     return isinstance(part, Mapping) and as_image(part).get("type") == "image_url"
 
 
+def roles_of_history(roles: Sequence[str]) -> list[bool]:
+    """Return for each turn whether it belongs to the history, given the roles of all turns.
+
+    The history is everything but the last user turn and leading system turns; without a user turn,
+    it is the tool results.
+    """
+    users = [i for i, role in enumerate(roles) if role == "user"]
+
+    def is_leading(i: int) -> bool:
+        return not users or (roles[i] in SYSTEM_ROLES and i < users[0])
+
+    return [role == "tool" or not (is_leading(i) or i == users[-1]) for i, role in enumerate(roles)]
+
+
 def with_supported(
-    turns: Sequence[Turn], path: Callable[[int], str], image_refusal: str | None
+    turns: Sequence[Turn],
+    path: Callable[[int], str],
+    image_refusal: str | None,
+    images: Mapping[tuple[int, int], Any],
 ) -> list[Turn]:
     """Replace parts that the model cannot read, and incomplete calls, in the history.
 
-    Images of users and tools are kept, unless there is an `image_refusal`. The history is
-    everything but the last user turn and leading system turns; without a user turn, it is the tool
-    results. An error about it would come back with every later request, and so end the
-    conversation. Elsewhere, parts that the model cannot read raise RequestError. `path` returns the
-    path of a turn's content in the request.
+    An error about them would come back with every later request, and so end the conversation.
+    Elsewhere, they raise RequestError. `path` returns the path of a turn's content in the request;
+    `images` has what replaces images, keyed by the indices of turn and part.
     """
-    users = [i for i, turn in enumerate(turns) if turn["role"] == "user"]
     written = []
-    for i, turn in enumerate(turns):
+    for i, is_history in enumerate(roles_of_history([turn["role"] for turn in turns])):
+        turn = turns[i]
         content, role = turn.get("content"), turn["role"]
         if isinstance(content, list):
-            is_leading = not users or (role in SYSTEM_ROLES and i < users[0])
-            is_history = role == "tool" or not (is_leading or i == users[-1])
-            takes_images = image_refusal is None and role in ("user", "tool")
             parts = [
-                as_image(part)
-                if takes_images and is_image(part)
-                else _text_part(part, is_history, path(i), image_refusal)
-                for part in content
+                images.get((i, j)) or _text_part(part, is_history, path(i), image_refusal)
+                for j, part in enumerate(content)
             ]
             turn = {**turn, "content": parts}
         if role == "assistant" and turn.get("tool_calls") and i + 1 < len(turns):

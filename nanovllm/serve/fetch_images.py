@@ -11,21 +11,30 @@ from typing import Any
 
 import httpx
 
+from nanovllm.engine.images import MAX_BYTES
 from nanovllm.errors import RequestError
 from nanovllm.validation import require
 
-SECONDS = 5.0  # for one image
-MAX_BYTES = 20 << 20
+SECONDS = 5.0
 SCHEMES = ("http", "https")
+UNICAST = ipaddress.IPv6Network("2000::/3")
 
 
 async def with_fetched(sources: Sequence[Any], domains: Sequence[str]) -> list[Any]:
-    """Return the images of a prompt; those with addresses are fetched, and become data URLs."""
-    return [await fetch(each, domains) if _is_address(each) else each for each in sources]
+    """Return the images of a request; those with addresses become data URLs, or errors.
+
+    They are fetched at the same time, so that `SECONDS` is the limit for all of them.
+    """
+    return await asyncio.gather(*(_with_fetched(each, domains) for each in sources))
 
 
-def _is_address(source: Any) -> bool:
-    return isinstance(source, str) and source.lower().startswith(("http:", "https:"))
+async def _with_fetched(source: Any, domains: Sequence[str]) -> Any:
+    if not isinstance(source, str) or not source[:6].lower().startswith(("http:", "https:")):
+        return source
+    try:
+        return await fetch(source, domains)
+    except RequestError as error:
+        return error
 
 
 async def fetch(address: str, domains: Sequence[str]) -> str:
@@ -36,7 +45,7 @@ async def fetch(address: str, domains: Sequence[str]) -> str:
         raise RequestError(f"the address of an image is invalid: {error}") from error
     expected = "a host of --allowed-media-domains, or send a data URL"
     is_allowed = url.scheme in SCHEMES and url.host in domains and not url.userinfo
-    require(is_allowed, "image", expected, address)
+    require(is_allowed, "image", expected, address[:80])
     try:
         return await asyncio.wait_for(_fetch(url), SECONDS)
     except (asyncio.TimeoutError, OSError, httpx.HTTPError) as error:
@@ -64,9 +73,17 @@ async def _fetch(url: httpx.URL) -> str:
 async def _public_address(url: httpx.URL) -> str:
     """Return an address of the host; raise RequestError unless all of them are public."""
     addresses = await addresses_of(url)
-    is_public = all(ipaddress.ip_address(each).is_global for each in addresses)
+    is_public = all(map(_is_public, map(ipaddress.ip_address, addresses)))
     require(is_public, "image", "on a host with public addresses only", url.host)
     return addresses[0]
+
+
+def _is_public(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
+    if isinstance(address, ipaddress.IPv6Address) and (
+        address not in UNICAST or address.sixtofour is not None
+    ):
+        return False  # it may stand for an IPv4 address, which may be private
+    return address.is_global and not address.is_multicast
 
 
 async def addresses_of(url: httpx.URL) -> list[str]:

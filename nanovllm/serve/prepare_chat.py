@@ -11,10 +11,11 @@ from typing import Any
 
 from nanovllm.assembly import require_feature
 from nanovllm.engine.chat_template import choose_template
-from nanovllm.engine.conversations import as_message
+from nanovllm.engine.conversations import as_message, without_placeholders
 from nanovllm.engine.detokenizer import num_held
-from nanovllm.engine.images import ImageParts, ImageSource, PromptImage, outside_ids
+from nanovllm.engine.images import ImageParts, PromptImage, outside_ids
 from nanovllm.errors import GrammarError, RequestError, errors_about
+from nanovllm.serve.chat_images import read_images
 from nanovllm.serve.chat_turns import merge_turns, with_supported
 from nanovllm.serve.generation import GenerationJob, Update
 from nanovllm.serve.parsing.events import BlockEvent
@@ -55,7 +56,7 @@ class Rendered:
     """A conversation rendered with the chat template, and its images."""
 
     text: str
-    images: list[ImageSource]
+    images: list[PromptImage]
 
 
 async def prompt_of(service: Service, request: ChatRequest, param: str = "messages") -> ChatPrompt:
@@ -119,7 +120,7 @@ async def prepare_chat(
 async def tokenize(service: Service, request: TokenizeRequest) -> dict[str, Any]:
     service.check_model(request.model)
     special, text, param = request.add_special_tokens, request.prompt, "prompt"
-    images: list[ImageSource] = []
+    images: list[PromptImage] = []
     if text is None:
         rendered, param = await render(service, request, request.tools), "messages"
         text, images = rendered.text, rendered.images
@@ -153,13 +154,18 @@ async def render(
     """Render a conversation with the chat template, in a thread because it is slow."""
     variables = _variables(chat)
     with errors_about(param):
-        rendered = await asyncio.to_thread(_render, service, chat, tools, variables)
+        read = await read_images(service, chat)
+        rendered = await asyncio.to_thread(_render, service, chat, tools, variables, read)
         require_text(param, rendered.text)
     return rendered
 
 
 def _render(
-    service: Service, chat: ChatFields, tools: Sequence[Any] | None, variables: dict[str, Any]
+    service: Service,
+    chat: ChatFields,
+    tools: Sequence[Any] | None,
+    variables: dict[str, Any],
+    read: Mapping[tuple[int, int], Any],
 ) -> Rendered:
     if not service.chat_template:
         raise RequestError(
@@ -169,8 +175,10 @@ def _render(
     has_developer = "developer" in service.template_text
     messages = [_as_template_message(message, has_developer) for message in chat.messages]
     images = ImageParts(service.llm.input_processor.image_reader.refusal)
-    turns = with_supported(messages, chat.path, images.refusal)
+    turns = with_supported(messages, chat.path, images.refusal, read)
     conversation = [as_message(turn, chat.path(i), images) for i, turn in enumerate(turns)]
+    if images.sources:
+        conversation = without_placeholders(service.llm.input_processor, conversation)
     names = {"add_generation_prompt", "continue_final_message"}
     variables = {
         "tools": tools or None,

@@ -91,11 +91,14 @@ class Replica:
         return ready
 
     def add(self, requests: list[Request]) -> None:
-        """Queue requests until `flush`; send them at once if they suffice to keep the core busy."""
+        """Queue requests until `flush`; send them at once if they suffice to keep the core busy.
+
+        Requests with images always wait for `flush`, which may run in another thread.
+        """
         with self._adding:
             self._added += requests
             self._num_added_tokens += sum(len(each.token_ids) for each in requests)
-            if self._num_added_tokens >= self._enough_tokens:
+            if self._num_added_tokens >= self._enough_tokens and not requests[0].images:
                 self._send_added()
 
     def flush(self) -> None:

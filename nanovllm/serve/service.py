@@ -11,9 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.chat_template import ChatTemplate
-from nanovllm.engine.images import ImageSource, PlacedImages
+from nanovllm.engine.images import ImageSource, PlacedImages, PromptImage
 from nanovllm.errors import PromptTooLongError, RequestError, at_index, errors_about
-from nanovllm.serve.fetch_images import with_fetched
 from nanovllm.serve.fields import log_ignored_once
 from nanovllm.serve.metrics import Metrics
 from nanovllm.serve.model_interface import Model
@@ -130,17 +129,23 @@ class Service:
             self.llm.input_processor.token_ids_of(encoded.token_ids)  # validates them
         return encoded
 
+    async def read_images(
+        self, sources: Sequence[ImageSource | RequestError]
+    ) -> list[PromptImage | RequestError]:
+        """Read images in a thread; an error stays in its place."""
+        loop, read_all = asyncio.get_running_loop(), self.llm.input_processor.image_reader.read_all
+        good = [each for each in sources if not isinstance(each, RequestError)]
+        read = iter(await loop.run_in_executor(self._reading, read_all, good))
+        return [each if isinstance(each, RequestError) else next(read) for each in sources]
+
     async def place_images(
-        self, token_ids: list[int], sources: list[ImageSource], param: str
+        self, token_ids: list[int], images: list[PromptImage], param: str
     ) -> PlacedImages:
-        """Read the images of a prompt, and expand their placeholders."""
-        place, most = self.llm.input_processor.image_reader.place, self.llm.config.max_images
+        """Expand the placeholders of images."""
+        place = self.llm.input_processor.image_reader.place
         with errors_about(param):
-            expected = f"at most {most} (limit_mm_per_prompt)"
-            require(len(sources) <= most, "number of images", expected, len(sources))
-            sources = await with_fetched(sources, self.options.allowed_media_domains)
             loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._reading, place, token_ids, sources)
+            return await loop.run_in_executor(self._reading, place, token_ids, images)
 
     def _check_num_characters(self, prompt: str) -> None:
         """Reject a prompt that is far too long, without tokenizing it."""

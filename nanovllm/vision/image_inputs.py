@@ -51,19 +51,22 @@ class ImageInputs:
     def __init__(self, settings: ImageSettings) -> None:
         self.settings = settings
         self._prompts: dict[int, Prompt] = {}  # keyed by slot
+        self._has_images = False  # whether the step has a row that begins before an image's end
 
     def load(self, worker: Worker) -> MemoryNeeds:
         config, checkpoint, device = worker.config, worker.checkpoint, worker.device
         is_quantized = stores_quantized(checkpoint.config)
         dtype = device.choose_dtype(config.dtype, worker.model_config.dtype, is_quantized)
+        self._max_len = config.max_model_len
         self.tower = load_tower(self.settings, checkpoint, device, dtype)
         self.cache = EmbeddingCache(self.tower, CACHE_BYTES // device.group.size)
         return MemoryNeeds(weights=0, tables=0, states=0, block=0, step=0, graphs=0)
 
     def profile(self) -> None:
-        """Encode the largest image."""
+        """Encode the largest image that a prompt can have."""
         settings = self.settings
-        side = int(settings.max_pixels**0.5) // settings.token_size
+        num_tokens = min(settings.max_pixels // settings.token_size**2, self._max_len)
+        side = int(num_tokens**0.5)
         pixels = bytes(3 * (side * settings.token_size) ** 2)
         self.tower.encode(PromptImage(0, settings.placeholder_id, side, side, pixels))
 
@@ -89,11 +92,14 @@ class ImageInputs:
             if row.images:
                 axes, offset = axes_of(row.images)
                 self._prompts[row.slot] = Prompt(row.images, axes, offset)
+        rows = zip(plan.slots.tolist(), plan.starts.tolist(), strict=True) if self._prompts else ()
+        ends = ((self._prompts.get(slot), start) for slot, start in rows)
+        self._has_images = any(prompt and start < prompt.end for prompt, start in ends)
         return plan
 
     def forward(self, plan: StepPlan) -> StepLogits:
         """Run the model; captured steps read the embeddings of tokens, so images run without."""
-        if not self._has_images(plan):
+        if not self._has_images:
             return self._replay(plan)
         if self._runner.steps is not None:
             self._runner.steps.note(plan)  # as this step is not captured
@@ -118,8 +124,8 @@ class ImageInputs:
                 begin, end = max(image.start, start), min(image.end, start + count)
                 if begin < end:
                     index.append(np.arange(begin, end) + first - start)
-                    values.append(self.cache.get(image)[begin - image.start : end - image.start])
-        if not self._has_images(plan):
+                    values.append(self.cache.get(image, begin - image.start, end - image.start))
+        if not self._has_images:
             return replace(batch, positions=self._device.upload(positions[0]))
         embedded = None
         if values:
@@ -132,13 +138,6 @@ class ImageInputs:
             rope=self._rotations(self._device.upload(positions)),
             embedded=embedded,
         )
-
-    def _has_images(self, plan: StepPlan) -> bool:
-        """Return whether a row begins before the end of its prompt's last image."""
-        if not self._prompts:
-            return False
-        starts = dict(zip(plan.slots.tolist(), plan.starts.tolist(), strict=True))
-        return any(starts.get(slot, each.end) < each.end for slot, each in self._prompts.items())
 
     def _rotations(self, positions: Tensor) -> Tensor:
         """Return the cosines and sines [tokens, 2, pairs] of positions [3, tokens]."""
@@ -158,21 +157,24 @@ class EmbeddingCache:
         # Keyed by token_id, which stands for one exact image.
         self._entries: OrderedDict[int, tuple[Pending[list[np.ndarray]], int]] = OrderedDict()
 
-    def get(self, image: PromptImage) -> Tensor:
-        """Return the embeddings of an image, [tokens, hidden_size]; encode it if necessary."""
+    def get(self, image: PromptImage, first: int, end: int) -> Tensor:
+        """Return the embeddings of some tokens of an image, [tokens, hidden_size].
+
+        The image is encoded if necessary.
+        """
         if image.token_id in self._entries:
             self._entries.move_to_end(image.token_id)
             [words] = self._entries[image.token_id][0].result()
-            return self._device.upload(words).view(self._tower.dtype)
+            return self._device.upload(words[first:end]).view(self._tower.dtype)
         embeddings = self._tower.encode(image)
         self.num_encoded += 1
         # numpy has no bfloat16.
         entry = self._device.fetch(embeddings.view(torch.int16)), embeddings.nbytes
         self._entries[image.token_id] = entry
         self._num_bytes += embeddings.nbytes
-        while self._num_bytes > self.max_bytes:
+        while self._num_bytes > self.max_bytes and len(self._entries) > 1:
             self._num_bytes -= self._entries.popitem(last=False)[1][1]
-        return embeddings
+        return embeddings[first:end]
 
 
 def axes_of(images: Sequence[PromptImage]) -> tuple[npt.NDArray[np.int64], int]:

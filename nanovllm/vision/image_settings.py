@@ -43,15 +43,11 @@ def read_image_settings(checkpoint: Checkpoint) -> ImageSettings | None:
 
     Return None for other models, and for copies of a model without the image processor's settings.
     """
-    if checkpoint.is_gguf or not (checkpoint.path / "config.json").is_file():
+    config = _tower_config(checkpoint)
+    processor = None if config is None else _read_processor(checkpoint.path)
+    if config is None or processor is None:
         return None
-    config = read_json(checkpoint.path / "config.json")
-    names, vision = config.get("architectures"), config.get("vision_config")
-    if not names or names[0] not in ARCHITECTURES or not isinstance(vision, Mapping):
-        return None
-    processor = _read_processor(checkpoint.path)
-    if processor is None or vision.get("deepstack_visual_indexes"):
-        return None
+    vision = config["vision_config"]
     try:
         return _read(config, vision, processor)
     except (KeyError, TypeError, ValueError) as error:
@@ -59,6 +55,21 @@ def read_image_settings(checkpoint: Checkpoint) -> ImageSettings | None:
             f"the settings for images in {checkpoint.path} are invalid ({error!r:.200}); fetch "
             f"them again, or {TEXT_ANYWAY}"
         ) from error
+
+
+def lacks_processor(checkpoint: Checkpoint) -> bool:
+    """Return whether only the image processor's settings are missing."""
+    return _tower_config(checkpoint) is not None and _read_processor(checkpoint.path) is None
+
+
+def _tower_config(checkpoint: Checkpoint) -> ConfigJson | None:
+    """Return the config of a model with a tower that is supported; None for other models."""
+    if checkpoint.is_gguf or not (checkpoint.path / "config.json").is_file():
+        return None
+    config = read_json(checkpoint.path / "config.json")
+    names, vision = config.get("architectures"), config.get("vision_config")
+    is_known = bool(names) and names[0] in ARCHITECTURES and isinstance(vision, Mapping)
+    return config if is_known and not vision.get("deepstack_visual_indexes") else None
 
 
 def _read(config: ConfigJson, vision: ConfigJson, processor: ConfigJson) -> ImageSettings:

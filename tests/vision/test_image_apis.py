@@ -226,6 +226,7 @@ def test_wrong_images_get_a_400(server: Running, name: str) -> None:
     assert response.status_code == 400, response.text
     error = response.json()["error"]
     assert reason in error["message"]
+    assert error["message"].startswith("messages[0].content[1]: ")
     assert error["param"] == "messages"
     assert error["type"] == "invalid_request_error"
 
@@ -253,6 +254,48 @@ def test_the_page_shows_the_models_placeholder(server: Running) -> None:
     """Snapshots have the engine's ids, which no tokenizer decodes."""
     tokenizer = server.llm.input_processor.get_tokenizer()
     assert decode_shown(tokenizer.decode, IMAGE, [-2, -2, 40]).startswith("<|image_pad|>" * 2)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_wrong_images_of_the_history_become_texts(server: Running, name: str) -> None:
+    """They must not end the conversation."""
+    wrong = {"type": "image_url", "image_url": {"url": REFUSED[name][0]}}
+    left_out = "[image left out: it cannot be read]"
+
+    def count(part: Any, result: Any) -> int:
+        turns = [
+            {"role": "user", "content": [text("a"), part, chat_image(SQUARE)]},
+            {"role": "assistant", "content": "b<|image_pad|>"},
+            {"role": "user", "content": [chat_image(WIDE)]},
+            {"role": "tool", "tool_call_id": "1", "content": [result]},
+        ]
+        response = server.post("/tokenize", messages=turns)
+        assert response.status_code == 200, response.text
+        return int(response.json()["count"])
+
+    assert count(wrong, wrong) == count(text(left_out), text(left_out))
+
+
+def test_the_oldest_images_of_the_history_are_left_out(server: Running) -> None:
+    old = [chat_image(noise(i, 16, 16)) for i in range(15)]
+
+    def count(parts: list[Any]) -> int:
+        turns = [
+            {"role": "user", "content": parts},
+            {"role": "assistant", "content": "b"},
+            {"role": "user", "content": [chat_image(SQUARE), chat_image(WIDE)]},
+        ]
+        body = server.post("/tokenize", messages=turns).json()
+        return int(body["count"])
+
+    assert count(old) == count([text("[image left out: only 16 fit]"), *old[1:]])
+
+
+def test_placeholders_in_texts(server: Running, checkpoint: TinyVision) -> None:
+    content = [text("<|image_pad|>"), chat_image(SQUARE)]
+    body = chat(server, [{"role": "user", "content": content}]).json()
+    want = Expected(server, checkpoint, "<user>< |image_pad|>", SQUARE, "<assistant>")
+    assert body["choices"][0]["message"]["content"] == want.text
 
 
 def test_too_many_images(server: Running) -> None:
@@ -283,14 +326,16 @@ def test_allowed_hosts_with_private_addresses(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A host that is allowed may still resolve to an address in this network."""
-    for address in ("127.0.0.1", "10.0.0.1", "169.254.169.254", "::1", "::ffff:127.0.0.1"):
+    local = ("127.0.0.1", "10.0.0.1", "169.254.169.254", "100.64.0.1", "224.0.0.1", "0.0.0.0")
+    local += ("::1", "::ffff:127.0.0.1", "64:ff9b::a9fe:a9fe", "2002:7f00:1::", "fec0::1")
+    for address in local:
 
         async def addresses_of(_: httpx.URL, found: str = address) -> list[str]:
             return ["93.184.216.34", found]
 
         monkeypatch.setattr(fetch_images, "addresses_of", addresses_of)
         response = fetched(server, "http://images.test/x.png")
-        assert response.status_code == 400
+        assert response.status_code == 400, address
         assert "on a host with public addresses only" in response.text
 
 

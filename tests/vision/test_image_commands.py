@@ -13,6 +13,7 @@ pytest.importorskip("PIL")
 from nanovllm import cli
 from nanovllm.cli.chat import Conversation, run_command
 from nanovllm.cli.images import data_url
+from nanovllm.errors import RequestError
 from nanovllm.llm import LLM
 from nanovllm.sampling_params import SamplingParams
 from tests.vision.tiny_vision import Prompt, TinyVision, noise, tiny_vision, with_chat
@@ -32,7 +33,7 @@ def folder(checkpoint: TinyVision, tmp_path_factory: pytest.TempPathFactory) -> 
     """Return a model beside two image files."""
     folder = tmp_path_factory.mktemp("commands")
     SQUARE.save(folder / "square.png")
-    OTHER.save(folder / "other.bmp")
+    OTHER.save(folder / "other.png")
     return with_chat(checkpoint.path, folder / "model")
 
 
@@ -55,7 +56,7 @@ def tokenizer(folder: Path) -> Any:
 def test_generate(
     folder: Path, checkpoint: TinyVision, tokenizer: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    files = ["--image", str(folder.parent / "square.png"), "--image", f"{folder.parent}/other.bmp"]
+    files = ["--image", str(folder.parent / "square.png"), "--image", f"{folder.parent}/other.png"]
     given = ["--max-tokens", "8", "--ignore-eos", "--json", *SIZES]
     assert cli.main(["generate", str(folder), "what?", "who?", *files, *given]) == 0
     lines = map(json.loads, capsys.readouterr().out.splitlines())
@@ -98,12 +99,19 @@ def test_chat(
         pieces = "<user>", SQUARE, f"what?<assistant>{first}<user>more?<assistant>"
         assert second == expected(checkpoint, tokenizer, *pieces)
         assert conversation.retry(lambda text: None).text == second
+        # The images of a question that fails belong to the next one.
+        run_command(f"/image {folder / 'config.json'}", conversation)
+        for _ in range(2):
+            with pytest.raises(RequestError, match="one of PNG"):
+                conversation.ask("more?", lambda text: None)
+        run_command("/image", conversation)
+        assert conversation.ask("more?", lambda text: None).token_ids
     run_command("/image none.png", conversation)
     assert "cannot read none.png" in capsys.readouterr().err
 
 
 def test_batch(folder: Path, checkpoint: TinyVision, tokenizer: Any, tmp_path: Path) -> None:
-    url = data_url(str(folder.parent / "other.bmp"))
+    url = data_url(str(folder.parent / "other.png"))
     content = [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": url}}]
     rows = [
         {"messages": [{"role": "user", "content": each}], "temperature": 0, "ignore_eos": True}

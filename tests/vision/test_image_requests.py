@@ -179,7 +179,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"prompt_token_ids": [5], "multi_modal_data": {"video": SQUARE}},
         "multi_modal_data must be a dict",
     ),
-    "too long": (as_input([5] * 100 + [SQUARE] * 4), "the prompt has 172 tokens"),
+    "too long": (
+        as_input([5] * 100 + [SQUARE] * 4),
+        "has 172 tokens, 64 of them in images",
+    ),
     "url": (as_input([5, 6]) | as_input([SQUARE], multi_modal_data={"image": "x"}), "a data URL"),
 }
 
@@ -204,11 +207,14 @@ def test_wrong_parts(llm: LLM, part: dict[str, Any], match: str) -> None:
         llm.chat([{"role": "user", "content": [text("a"), part]}], GREEDY)
 
 
-def test_placeholders_in_texts_are_refused(llm: LLM) -> None:
+def test_placeholders_in_texts_are_texts(llm: LLM, checkpoint: TinyVision) -> None:
     """A user cannot move an image to another place."""
     content = [text("<|image_pad|>"), {"type": "image", "image": SQUARE}]
-    with pytest.raises(RequestError, match=r"has 2 image placeholders .* for 1 images"):
-        llm.chat([{"role": "user", "content": content}], GREEDY)
+    turns = [{"role": "user", "content": content}, {"role": "user", "content": "a<|image_pad|>"}]
+    [output] = llm.chat(turns, GREEDY)
+    broken = encoded(llm, "<user>< |image_pad|>"), encoded(llm, "<user>a< |image_pad|><assistant>")
+    assert IMAGE not in broken[0] + broken[1]
+    assert output.token_ids == checkpoint.generate([*broken[0], SQUARE, *broken[1]], 8)
 
 
 def test_text_only_calls_refuse_images(llm: LLM) -> None:
@@ -250,11 +256,11 @@ def test_without_the_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
         assert_refused(llm, "nanovllm/vision, which reads images, is missing")
 
 
-def test_other_model_code_reads_text_only(folder: Path, checkpoint: TinyVision) -> None:
+def test_without_the_settings_of_the_image_processor(folder: Path, checkpoint: TinyVision) -> None:
     other = with_chat(checkpoint.path, folder.parent / "text")
     (other / "preprocessor_config.json").unlink()
     with LLM(other, **OPTIONS) as llm:
-        assert_refused(llm, "this model reads text only")
+        assert_refused(llm, "this copy of the model has no preprocessor_config.json")
 
 
 def test_a_damaged_tower_is_named(folder: Path, checkpoint: TinyVision) -> None:

@@ -177,8 +177,22 @@ def test_evicted_embeddings_are_computed_again(checkpoint_root: Path) -> None:
     with LLM(checkpoint.path, **OPTIONS, max_num_batched_tokens=9) as llm:
         [inputs] = llm.engine.core.executor.parts
         inputs.cache.max_bytes = 1
+        want = checkpoint.generate(prompt, MAX_TOKENS)
+        for salt in ("a", "b", "c"):
+            [output] = llm.generate(as_input(prompt, cache_salt=salt), GREEDY, use_tqdm=False)
+            assert output.token_ids == want
+        assert inputs.cache.num_encoded >= 6
+
+
+def test_an_image_larger_than_the_cache_is_encoded_once(checkpoint_root: Path) -> None:
+    """Not with every chunk."""
+    checkpoint = tiny_vision(checkpoint_root, "dense")
+    prompt: Prompt = [*text(1, 20), SQUARE, 7]
+    with LLM(checkpoint.path, **OPTIONS, max_num_batched_tokens=9) as llm:
+        [inputs] = llm.engine.core.executor.parts
+        inputs.cache.max_bytes = 1
         [output] = llm.generate(as_input(prompt), GREEDY, use_tqdm=False)
-        assert inputs.cache.num_encoded > 4
+        assert inputs.cache.num_encoded == 1
     assert output.token_ids == checkpoint.generate(prompt, MAX_TOKENS)
 
 

@@ -21,7 +21,7 @@ pytest.importorskip("PIL")
 from PIL import Image
 
 from nanovllm.engine.images import PromptImage
-from nanovllm.errors import RequestError
+from nanovllm.errors import PromptTooLongError, RequestError
 from nanovllm.vision import pillow_reader
 from nanovllm.vision.image_settings import ImageSettings
 from nanovllm.vision.pillow_reader import PillowReader, resized
@@ -43,7 +43,7 @@ SETTINGS = ImageSettings(
 
 @pytest.fixture
 def reader() -> PillowReader:
-    return PillowReader(SETTINGS, max_images=4)
+    return PillowReader(SETTINGS, max_images=4, max_len=100)
 
 
 def encoded(image: Image.Image, form: str, **options: Any) -> bytes:
@@ -84,7 +84,7 @@ def test_pixels_are_those_of_transformers(reader: PillowReader, size: tuple[int,
     assert np.array_equal(normalized(read), want.pixel_values)
 
 
-@pytest.mark.parametrize("form", ["PNG", "GIF", "BMP", "WEBP"])
+@pytest.mark.parametrize("form", ["PNG", "GIF", "WEBP"])
 @pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "P"])
 def test_formats(reader: PillowReader, form: str, mode: str) -> None:
     image = noise(2, 24, 16).convert(mode)
@@ -125,14 +125,13 @@ def test_ids_are_never_used_again(monkeypatch: pytest.MonkeyPatch, reader: Pillo
     assert ids == [-2, -3, -2, -4, -5, -6]
 
 
+def chunk(kind: bytes, data: bytes = b"") -> bytes:
+    """Return a part of a PNG file."""
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
 def png_header(width: int, height: int) -> bytes:
     """Return a PNG file that promises any number of pixels, and has none."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return (
-            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-        )
-
     size = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     zeros = zlib.compress(bytes(1 << 20))
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", size) + chunk(b"IDAT", zeros) + chunk(b"IEND", b"")
@@ -142,6 +141,18 @@ def gif_of_frames(count: int) -> bytes:
     whole = encoded(Image.new("P", (8, 8)), "GIF")
     start = whole.index(b",")
     return whole[:start] + whole[start:-1] * count + b";"
+
+
+def jpeg_of_scans(count: int) -> bytes:
+    """Return a progressive JPEG of 40 megapixels that repeats its last scan."""
+    data = encoded(Image.new("L", (6300, 6300), 100), "JPEG", progressive=True)
+    last = data[data.rindex(b"\xff\xda") : -2]
+    return data[:-2] + last * count + data[-2:]
+
+
+def with_padding(start: int, padding: bytes, whole: bytes) -> bytes:
+    """Return a file with megabytes of empty parts."""
+    return whole[:start] + padding * (4 * 2**20 // len(padding)) + whole[start:]
 
 
 def wrong_images() -> Iterator[tuple[str, Callable[[], Any], str]]:
@@ -158,6 +169,17 @@ def wrong_images() -> Iterator[tuple[str, Callable[[], Any], str]]:
     yield "gif bomb", lambda: data_url(bomb, "image/gif"), "megapixels|decompression"
     tiff = encoded(Image.new("1", (9, 9)), "TIFF")
     yield "tiff", lambda: data_url(tiff, "image/tiff"), "cannot be read"
+    yield "bmp", lambda: data_url(encoded(Image.new("P", (9, 9)), "BMP"), "image/bmp"), "cannot"
+    yield "scans", lambda: data_url(jpeg_of_scans(100), "image/jpeg"), "more than 30 scans"
+    yield "segments", lambda: data_url(with_padding(2, b"\xff\xe1\0\2", jpeg)), "segments"
+    yield "fill bytes", lambda: data_url(with_padding(2, b"\xff", jpeg)), "too many parts"
+    yield "junk", lambda: data_url(with_padding(20, b"a", jpeg)), "too many parts"
+    yield "chunks", lambda: data_url(with_padding(33, chunk(b"prVt"), good)), "too many parts"
+    yield "no pixels", lambda: data_url(with_padding(33, chunk(b"IDAT"), good)), "too many parts"
+    blocks = b"\x21\xfe" + (b"\xff" + b"a" * 255) * 2**13 + b"\0"
+    start = gif.index(b",")
+    yield "comment", lambda: data_url(gif[:start] + blocks + gif[start:]), "too many parts"
+    yield "comments", lambda: data_url(with_padding(start, b"\x21\xfe\1a\0", gif)), "too many"
     yield "truncated png", lambda: data_url(good[:-900]), "cannot be read"
     yield "truncated jpeg", lambda: data_url(jpeg[:-400], "image/jpeg"), "cannot be read"
     yield "empty png", lambda: data_url(png_header(3_000, 3_000)), "cannot be read"
@@ -177,7 +199,6 @@ def wrong_images() -> Iterator[tuple[str, Callable[[], Any], str]]:
 CASES = {name: (make, match) for name, make, match in wrong_images()}
 
 
-@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 @pytest.mark.parametrize("name", CASES)
 def test_wrong_images_are_refused_at_once(reader: PillowReader, name: str) -> None:
     make, match = CASES[name]
@@ -187,6 +208,24 @@ def test_wrong_images_are_refused_at_once(reader: PillowReader, name: str) -> No
     assert raised.value.status == 400
     assert len(str(raised.value)) < 500
     assert time.process_time() - start < 1
+
+
+def test_long_and_progressive_files_are_read(reader: PillowReader) -> None:
+    """As are files with appended data, which may look like more scans."""
+    large = noise(5, 1500, 1200)
+    assert reader.read(data_url(encoded(large, "PNG"))) == reader.read(large)
+    jpeg = encoded(large, "JPEG", progressive=True, quality=95)
+    want = reader.read(Image.open(BytesIO(jpeg)))
+    assert reader.read(data_url(jpeg + b"\xff\xda" * 100, "image/jpeg")) == want
+
+
+def test_prompts_that_are_too_long_are_not_decoded(
+    monkeypatch: pytest.MonkeyPatch, reader: PillowReader
+) -> None:
+    monkeypatch.setattr(pillow_reader, "_decode", lambda image: pytest.fail("decoded"))
+    images = [noise(1, 48, 32)] * 4  # 24 tokens each
+    with pytest.raises(PromptTooLongError, match="has 101 tokens, 96 of them in images, but"):
+        reader.place([5, 5, 5, 5, 5, *[IMAGE] * 4], images)
 
 
 def test_many_frames_are_not_decoded(reader: PillowReader) -> None:

@@ -209,10 +209,13 @@ class CudaDevice:
         arrived = torch.cuda.Event()
         arrived.record(self._stream)  # the current stream; passing it saves a lookup
 
+        # Does not refer to tensors on the device, so that their memory is free for queued kernels.
+        is_buffer = [mine is t for mine, t in zip(pinned, tensors, strict=True)]
+
         def wait() -> list[np.ndarray]:
             arrived.synchronize()
-            pairs = zip(pinned, tensors, strict=True)
-            return [mine.numpy() if mine is not t else t.numpy().copy() for mine, t in pairs]
+            pairs = zip(pinned, is_buffer, strict=True)
+            return [mine.numpy().copy() if is_reused else mine.numpy() for mine, is_reused in pairs]
 
         return Pending(wait)
 
