@@ -120,7 +120,7 @@ def print_step(number: int, state: EngineState, decode: Callable[[list[int]], st
         text = repr(decode(list(new[seq.seq_id]))) if seq.seq_id in new else ""
         print(
             f"  {name(seq.seq_id):4} {seq.status:10} {seq.num_tokens:6} {seq.num_computed:9}  "
-            f"{ran.get(seq.seq_id, ''):29} {text:13} {' '.join(map(str, seq.block_ids))}"
+            f"{ran.get(seq.seq_id, ''):29} {text:13} {' '.join(map(str, seq.held_block_ids))}"
         )
     print("  cache:", "  ".join(f"{block}={holders(state, block)}" for block in range(NUM_BLOCKS)))
     for change in changes:
@@ -134,7 +134,7 @@ def name(seq_id: int) -> str:
 
 
 def holders(state: EngineState, block: int) -> str:
-    names = "".join(name(seq.seq_id) for seq in state.sequences if block in seq.block_ids)
+    names = "".join(name(seq.seq_id) for seq in state.sequences if block in seq.held_block_ids)
     return names or ("cached" if state.cached[block] else "free")
 
 

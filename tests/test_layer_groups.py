@@ -12,7 +12,8 @@ import pytest
 
 from nanovllm import LLM, SamplingParams
 from tests.checkpoints import VOCAB_SIZE, TinyCheckpoint
-from tests.test_equals_transformers import GREEDY, MAX_TOKENS, MODES, check
+from tests.test_equals_transformers import GREEDY, HYBRID, MAX_TOKENS, MODES, check
+from tests.threaded_ranks import engines_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 Tiny = Callable[[str], TinyCheckpoint]
@@ -89,7 +90,24 @@ def test_long_prompts_equal_transformers(tiny: Tiny, name: str, options: dict[st
         assert scheduler.blocks.num_free == scheduler.blocks.num_blocks
 
 
-@pytest.mark.parametrize("name", ["mistral", "gemma3-six", "olmo3"])
+@pytest.mark.parametrize("name", ["gemma3-six", pytest.param("ministral", marks=pytest.mark.slow)])
+def test_windows_free_blocks_on_two_ranks(tiny: Tiny, name: str) -> None:
+    """If windows kept all blocks, the longest prompt would need twice as many as there are."""
+    checkpoint, prompts = tiny(name), random_prompts(LONG)
+    options = {**OPTIONS, **SMALL, "num_kvcache_blocks": 14, "depth": 1}
+    with engines_of(2), LLM(checkpoint.path, **options) as llm:
+        outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+        llm.engine.core.scheduler.check()
+    checkpoint.assert_greedy(prompts, [output.token_ids for output in outputs])
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("mistral", "gemma3-six", "olmo3"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma2", "ministral", *HYBRID)),
+    ],
+)
 def test_prefix_hits_of_every_length(tiny: Tiny, name: str) -> None:
     checkpoint, [whole, *tails] = tiny(name), random_prompts((300, *[3] * 100))
     prompts = [whole[: 1 + 3 * i] + tail for i, tail in enumerate(tails)]
@@ -99,7 +117,11 @@ def test_prefix_hits_of_every_length(tiny: Tiny, name: str) -> None:
         outputs = [llm.generate([prompt], params, use_tqdm=False)[0] for prompt in prompts]
     checkpoint.assert_greedy(prompts, [output.token_ids for output in outputs])
     hits = [output.num_cached_tokens for output in outputs]
-    assert hits == [(1 + 3 * i) // 16 * 16 for i in range(100)]
+    shared = [(1 + 3 * i) // 16 * 16 for i in range(100)]
+    if name in HYBRID:  # a hit ends at a snapshot: the first prompt with a new branch takes one
+        assert set(hits) == set(shared)
+    else:
+        assert hits == shared
 
 
 @pytest.mark.parametrize("name", WINDOWED)

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from array import array
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -34,18 +35,22 @@ NUM_ROUNDS, NUM_STEPS, NUM_TURNS = 15, 100, 150
 STATES = StateCounts(num_slots=8, num_snapshots=20)
 
 
+@dataclass(frozen=True, slots=True)
+class InstantResult:
+    num_sampled: int
+
+    def result(self) -> StepResult:
+        return StepResult(np.full(self.num_sampled, 5, np.int32))
+
+
 class InstantExecutor:
     """An executor that takes no time; every row samples token 5."""
 
     def start(self) -> ExecutorInfo:
         return ExecutorInfo(0, 1, "none", "none")
 
-    def submit(self, plan: StepPlan) -> InstantExecutor:
-        self._num_sampled = int(np.count_nonzero(plan.num_logits))
-        return self
-
-    def result(self) -> StepResult:
-        return StepResult(np.full(self._num_sampled, 5, np.int32))
+    def submit(self, plan: StepPlan) -> InstantResult:
+        return InstantResult(int(np.count_nonzero(plan.num_logits)))
 
     def close(self) -> None:
         pass

@@ -47,7 +47,7 @@ class Prefix:
 
     @property
     def is_needed(self) -> bool:
-        return self.num_children > 0 or max(self.block_ids) != NO_BLOCK
+        return self.num_children > 0 or any(block_id != NO_BLOCK for block_id in self.block_ids)
 
 
 @dataclass(slots=True)
@@ -58,8 +58,13 @@ class BlockTable:
     first: int  # index of the first block that it holds; entries before it are undefined
 
     @property
-    def held(self) -> list[int]:
+    def held_block_ids(self) -> list[int]:
         return self.block_ids[self.first :]
+
+
+def reach_of(window: int | None, block_size: int) -> int:
+    """Return how many blocks before a block boundary the next token may see."""
+    return sys.maxsize if window is None else max(-(-(window - 1) // block_size), 1)
 
 
 class BlockManager:
@@ -76,11 +81,7 @@ class BlockManager:
         self.block_size = block_size
         self.enable_caching = enable_caching
         self.num_groups = len(windows)
-        # For each group, how many blocks before a block boundary the next token may see.
-        self._reaches = [
-            sys.maxsize if window is None else max(self.num_blocks_for(window - 1), 1)
-            for window in windows
-        ]
+        self._reaches = [reach_of(window, block_size) for window in windows]
         self._num_windows = sum(window is not None for window in windows)
         self._ref_counts = [0] * num_blocks
         self.num_held = [0] * self.num_groups  # number of blocks with references, of each group
@@ -115,10 +116,11 @@ class BlockManager:
     def match(self, seq: Sequence) -> list[Prefix]:
         """Return the longest prefix that can be found, leaving at least one token to compute.
 
-        `usable_hits` then tells how much of it can be reused.
+        `usable_hits` then tells how much of it can be reused. Also sets the sequence's `shared_len`
+        and `has_branch`, which do not depend on that.
         """
         hits: list[Prefix] = []
-        seq.shared_len = seq.branch = 0
+        seq.shared_len, seq.has_branch = 0, False
         if not self.enable_caching or not seq.may_hit:
             return hits
         parent: Prefix | str | None = seq.request.cache_salt
@@ -129,12 +131,12 @@ class BlockManager:
                 break
             hits.append(parent)
         seq.shared_len = len(hits) * self.block_size
-        if hits and hits[-1].num_children:
-            seq.branch = len(hits)
+        seq.has_branch = bool(hits) and hits[-1].num_children > 0
         return hits
 
     def usable_hits(self, hits: list[Prefix]) -> list[Prefix]:
         """Return the leading hits after which every group has the blocks that a token may see."""
+        # Going left, `count` only shrinks. Of the blocks that are then needed, none was passed yet.
         count = len(hits)
         for index in range(len(hits) - 1, -1, -1):
             block_ids = hits[index].block_ids
@@ -152,21 +154,20 @@ class BlockManager:
         """
         num_hits, ref_counts = len(hits), self._ref_counts
         num_new = self.num_blocks_for(len(seq.token_ids)) - num_hits
-        tables, num_needed = [], 0
+        nums_new = [num_new if reach == sys.maxsize else 1 for reach in self._reaches]
+        tables, num_needed = [], sum(nums_new)
         for group, reach in enumerate(self._reaches):
             first = max(num_hits - reach, 0)
             held = [prefix.block_ids[group] for prefix in hits[first:]]
             tables.append(BlockTable([0] * first + held, first))
             num_needed += sum([ref_counts[block_id] == 0 for block_id in held])
-            num_needed += num_new if reach == sys.maxsize else 1
         if num_needed > self.num_free:
             return num_needed
         for group, table in enumerate(tables):
-            for block_id in table.held:
+            for block_id in table.held_block_ids:
                 self._hold(block_id, group)
-        for group, reach in enumerate(self._reaches):
-            for _ in range(num_new if reach == sys.maxsize else 1):
-                tables[group].block_ids.append(self._take(group))
+        for group, count in enumerate(nums_new):
+            tables[group].block_ids.extend(self._take(group) for _ in range(count))
         seq.tables = tables
         seq.capacity = min([len(table.block_ids) for table in tables]) * self.block_size
         seq.num_computed = num_hits * self.block_size
@@ -179,7 +180,8 @@ class BlockManager:
     def row_end(self, seq: Sequence, end: int) -> int:
         """Return where a row of several tokens must end: at `end`, or where windows lack blocks.
 
-        It may take half of the free blocks, and preempts others for at most one block per window.
+        First free the blocks that its windows have passed. The row may take half of the free
+        blocks, and preempts others for at most one block per window.
         """
         if not self._num_windows:
             return end
@@ -217,7 +219,7 @@ class BlockManager:
         """Drop the references of `seq` to its blocks."""
         # Reverse order: the tail of a prefix is evicted before its head.
         for group, table in enumerate(seq.tables):
-            for block_id in reversed(table.held):
+            for block_id in reversed(table.held_block_ids):
                 self._drop(block_id, group, self._recent)
         seq.tables = []
         seq.capacity = seq.num_computed = 0
@@ -258,11 +260,12 @@ class BlockManager:
         held: list[set[int]] = [set() for _ in self._reaches]
         for seq in sequences:
             assert seq.capacity == min(len(t.block_ids) for t in seq.tables) * self.block_size
-            assert len(set(seq.block_ids)) == len(seq.block_ids), "a sequence holds a block twice"
-            for block_id in seq.block_ids:
+            held_ids = seq.held_block_ids
+            assert len(set(held_ids)) == len(held_ids), "a sequence holds a block twice"
+            for block_id in held_ids:
                 ref_counts[block_id] += 1
             for table, reach, block_ids in zip(seq.tables, self._reaches, held, strict=True):
-                block_ids.update(table.held)
+                block_ids.update(table.held_block_ids)
                 most = max(seq.num_computed // self.block_size - reach, 0)
                 assert table.first <= most, "a block was freed that the next token may see"
         assert ref_counts == self._ref_counts, "reference counts drifted"
@@ -289,9 +292,10 @@ class BlockManager:
         The last ones before a branch are reused later than the others: prompts continue there.
         """
         start = seq.num_computed // self.block_size
+        branch = seq.shared_len // self.block_size if seq.has_branch else 0
         for group, (table, reach) in enumerate(zip(seq.tables, self._reaches, strict=True)):
             for index in range(table.first, start - reach):
-                is_kept = seq.branch - reach <= index < seq.branch
+                is_kept = branch - reach <= index < branch
                 free = self._recent if is_kept else self._expendable
                 self._drop(table.block_ids[index], group, free)
             table.first = max(table.first, start - reach)
@@ -361,7 +365,7 @@ class BlockManager:
         for block_id in prefix.block_ids:
             if block_id != NO_BLOCK:
                 self._uncache(block_id)
-        self._forget(prefix)
+        self._forget(prefix)  # `_uncache` has done so, unless longer prefixes need it
 
     def _forget(self, prefix: Prefix) -> None:
         """Remove a prefix, and those before it that are no longer needed either."""

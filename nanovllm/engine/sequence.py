@@ -67,7 +67,7 @@ class Sequence:
     prefix: Prefix | str | None = field(init=False)  # last prefix registered or matched
     next_full_len: int = 0  # number of computed tokens at which the next block is full
     shared_len: int = 0  # length of the prefix that was found at admission, reusable or not
-    branch: int = 0  # its number of blocks if a sequence continued it differently, else 0
+    has_branch: bool = False  # whether another sequence continued this prefix differently
 
     def __post_init__(self) -> None:
         request = self.request
@@ -86,9 +86,9 @@ class Sequence:
         self.prefix = request.cache_salt
 
     @property
-    def block_ids(self) -> list[int]:
+    def held_block_ids(self) -> list[int]:
         """The blocks that it holds, group by group."""
-        return [block_id for table in self.tables for block_id in table.held]
+        return [block_id for table in self.tables for block_id in table.held_block_ids]
 
     @property
     def num_pending(self) -> int:

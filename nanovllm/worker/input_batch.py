@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from nanovllm.worker.device_interface import Device
 from nanovllm.worker.draft_rows import draft_changes
 
 INT32_MAX = 2**31 - 1
+Numbers = TypeVar("Numbers", int, np.ndarray)
 ALIGNMENT = 4  # in words: kernels read a column faster if it begins at a multiple of 16 bytes
 
 
@@ -125,17 +126,9 @@ class InputBatch:
         """Return a plan's changes, [changes, 2]: the offset of each word, and its new value."""
         changes = [change for row in plan.new_rows for change in self._enter(row)]
         if plan.block_updates:
-            first, (by_slot, by_group, _) = (
-                self._offsets["block_tables"],
-                self.block_tables.stride(),
-            )
             slots, entries, block_ids, groups = np.array(plan.block_updates, np.int32).T
-            changes.append(
-                (
-                    first + slots * by_slot + groups * by_group + entries,
-                    self._id_factors[groups] * block_ids,
-                )
-            )
+            offsets = self._table_offsets(slots, groups) + entries
+            changes.append((offsets, self._id_factors[groups] * block_ids))
         for update in plan.draft_updates:
             first = self._offsets["tokens"] + update.slot * self.tokens.shape[1]
             changes.append(draft_changes(update, first, self._offsets["lengths"] + update.slot))
@@ -163,12 +156,15 @@ class InputBatch:
         changes = [(self._first_words + row.slot * self._slot_words, words)]
         first = self._offsets["tokens"] + row.slot * self.tokens.shape[1]
         changes.append((np.arange(first, first + len(row.token_ids)), row.token_ids))
-        by_slot, by_group, _ = self.block_tables.stride()
         for group, block_ids in enumerate(row.tables):
-            first = self._offsets["block_tables"] + row.slot * by_slot + group * by_group
-            places = np.arange(first, first + len(block_ids))
-            changes.append((places, self._id_factors[group] * np.array(block_ids, np.int32)))
+            offsets = self._table_offsets(row.slot, group) + np.arange(len(block_ids))
+            changes.append((offsets, self._id_factors[group] * np.array(block_ids, np.int32)))
         return changes
+
+    def _table_offsets(self, slots: Numbers, groups: Numbers) -> Numbers:
+        """Return the offsets of the block tables of groups."""
+        by_slot, by_group, _ = self.block_tables.stride()
+        return self._offsets["block_tables"] + slots * by_slot + groups * by_group
 
 
 def sampling_of(params: SamplingParams) -> Sampling:

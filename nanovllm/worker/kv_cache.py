@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.config import EngineConfig, ModelConfig
+from nanovllm.engine.block_manager import reach_of
 from nanovllm.engine.executor import Windows
 from nanovllm.layers.shards import split_kv_heads
 from nanovllm.ops.fp8 import FP8
@@ -113,7 +114,7 @@ def kv_cache_spec(
     config: EngineConfig,
     model: ModelConfig,
     dtype: torch.dtype,
-    group: TPGroup,
+    tp: TPGroup,
     target: ModelConfig | None = None,
 ) -> KVCacheSpec:
     """Describe the KV cache of a model; a draft model's layers join the groups of its target."""
@@ -126,7 +127,7 @@ def kv_cache_spec(
     else:
         groups = join_groups(model, split_layers(with_equal_shapes(target)).windows)
     num_kv_heads, head_dim = row_shape(model)
-    num_kv_heads = split_kv_heads(num_kv_heads, group).count
+    num_kv_heads = split_kv_heads(num_kv_heads, tp).count
     shape = config.kvcache_block_size, num_kv_heads, head_dim
     return KVCacheSpec(groups, *shape, FP8 if is_fp8 else dtype)
 
@@ -216,8 +217,9 @@ def _place_layers(
 def wanted_blocks(config: EngineConfig, windows: Windows) -> int:
     """Return the number of blocks of all groups: as configured, or all that can be of use.
 
-    `max_num_seqs` sequences of full length use that many. In a window, a chunk of a prompt adds
-    some; a chunk takes at most half of the free blocks.
+    `max_num_seqs` sequences of full length use that many. In a window, each holds what the next
+    token may see, and the block of that token. A chunk of a prompt needs twice its own blocks
+    besides: it may take half of the free ones (`BlockManager.row_end`).
     """
     if config.num_kvcache_blocks != -1:
         return config.num_kvcache_blocks * len(windows)
@@ -225,10 +227,8 @@ def wanted_blocks(config: EngineConfig, windows: Windows) -> int:
     whole, chunk = -(-config.max_model_len // size), -(-config.max_num_batched_tokens // size)
     num_blocks = 0
     for window in windows:
-        num_blocks += num_seqs * whole
-        if window is not None:
-            seen = min(-(-window // size) + 1, whole)
-            num_blocks -= max(num_seqs * (whole - seen) - 2 * chunk, 0)
+        held = min(reach_of(window, size) + 1, whole)
+        num_blocks += min(num_seqs * held + 2 * chunk, num_seqs * whole)
     return num_blocks
 
 

@@ -47,8 +47,8 @@ def num_hits(blocks: BlockManager, token_ids: list[int], salt: str | None = None
 def test_blocks_needed_and_held(length: int) -> None:
     blocks = BlockManager(8, SIZE, True)
     seq = enter(blocks, make_seq(0, list(range(length))))
-    assert len(seq.block_ids) == -(-length // SIZE)
-    assert seq.capacity == len(seq.block_ids) * SIZE
+    assert len(seq.held_block_ids) == -(-length // SIZE)
+    assert seq.capacity == len(seq.held_block_ids) * SIZE
     blocks.check([seq])
     leave(blocks, seq)
     blocks.check([])
@@ -61,7 +61,7 @@ def test_growth_takes_a_block_only_when_needed() -> None:
     taken = {length: blocks.allocate(seq, length) for length in (3, 4, 5, 8, 9, 12)}
     assert [len(taken[length] or []) for length in taken] == [0, 0, 1, 0, 1, 0]
     assert blocks.allocate(seq, 13) is None
-    assert len(seq.block_ids) == 3  # a failed allocation takes nothing
+    assert len(seq.held_block_ids) == 3  # a failed allocation takes nothing
     blocks.check([seq])
 
 
@@ -79,8 +79,8 @@ def test_one_token_is_always_left_to_compute(length: int) -> None:
 def test_identical_prompts_share_their_full_blocks() -> None:
     blocks, prompt = BlockManager(8, SIZE, True), list(range(10))
     first, second = enter(blocks, make_seq(0, prompt)), enter(blocks, make_seq(1, prompt))
-    assert second.block_ids[:2] == first.block_ids[:2]
-    assert second.block_ids[2] != first.block_ids[2]
+    assert second.held_block_ids[:2] == first.held_block_ids[:2]
+    assert second.held_block_ids[2] != first.held_block_ids[2]
     assert blocks.num_free == 8 - 4
     blocks.check([first, second])
     leave(blocks, first)
@@ -103,7 +103,7 @@ def test_caching_off_shares_nothing() -> None:
     blocks, prompt = BlockManager(8, SIZE, False), list(range(9))
     first = enter(blocks, make_seq(0, prompt))
     second = enter(blocks, make_seq(1, prompt))
-    assert not set(first.block_ids) & set(second.block_ids)
+    assert not set(first.held_block_ids) & set(second.held_block_ids)
     blocks.check([first, second])
     leave(blocks, first, second)
     assert num_hits(blocks, prompt) == 0
@@ -192,7 +192,7 @@ def test_a_prompt_that_does_not_fit_takes_nothing() -> None:
     late = make_seq(2, [1, 2, 3, 4, *[7] * 9])
     assert blocks.num_free == 2
     assert admit(blocks, late) == 4  # includes its idle hit, which would leave the free list too
-    assert (late.block_ids, late.num_computed) == ([], 0)
+    assert (late.held_block_ids, late.num_computed) == ([], 0)
     assert blocks.num_free == 2
     blocks.check([holder])
     leave(blocks, holder)
@@ -258,7 +258,7 @@ def test_the_child_of_an_evicted_parent_is_served_once_the_parent_is_cached_agai
     """A cached child keeps its parent's identity, so that it still continues the same prefix."""
     blocks = BlockManager(4, SIZE, True)
     first = enter(blocks, make_seq(0, [1, 2, 3, 4, 5, 6, 7, 8, 9]))
-    head = first.block_ids[0]
+    head = first.held_block_ids[0]
     leave(blocks, first)
     blocks._uncache(head)
     assert num_hits(blocks, [1, 2, 3, 4, 5, 6, 7, 8, 9]) == 0
@@ -284,9 +284,9 @@ def test_random_use_keeps_every_invariant() -> None:
                     # A hit must hold what was written for the same prefix and salt.
                     for index in range(seq.num_computed // SIZE):
                         prefix = (seq.request.cache_salt, *prompt[: (index + 1) * SIZE])
-                        assert contents[seq.block_ids[index]] == prefix
-                    for index in range(seq.num_computed // SIZE, len(seq.block_ids)):
-                        contents[seq.block_ids[index]] = (
+                        assert contents[seq.held_block_ids[index]] == prefix
+                    for index in range(seq.num_computed // SIZE, len(seq.held_block_ids)):
+                        contents[seq.held_block_ids[index]] = (
                             seq.request.cache_salt,
                             *prompt[: (index + 1) * SIZE],
                         )

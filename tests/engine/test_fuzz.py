@@ -257,8 +257,8 @@ def test_any_schedule_gives_the_reference_tokens(
 class LosingExecutor(FakeExecutor):
     """Loses some steps, after which the KV cache and the InputBatch hold garbage."""
 
-    def __init__(self, rng: random.Random) -> None:
-        super().__init__(20, BLOCK_SIZE)
+    def __init__(self, rng: random.Random, num_blocks: int, windows: Windows) -> None:
+        super().__init__(num_blocks, BLOCK_SIZE, windows=windows)
         self.rng = rng
         self.num_lost = 0
 
@@ -269,7 +269,8 @@ class LosingExecutor(FakeExecutor):
         self.num_lost += 1
         for slot, start, count in zip(plan.slots, plan.starts, plan.counts, strict=True):
             for position in range(start, start + count):
-                self.kv[self._address(slot, position)] = 200  # not a valid token
+                for group in range(len(self.windows)):
+                    self.kv[self._address(slot, position, group)] = 200  # not a valid token
             self.tokens[slot][start + count] = 0
         done.value = replace(done.value, tokens=0 * done.value.tokens, is_lost=True)
         return done
@@ -281,22 +282,25 @@ def test_lost_steps_change_no_token(depth: int) -> None:
     for seed in range(50):
         rng = random.Random(seed)
         requests = make_requests(rng)
-        executor = LosingExecutor(rng)
+        windows: Windows = [(None,), (None, 6), (5,), (None, 3, 9)][seed % 4]
+        pool_size = max(20, 12 * len(windows))
+        executor = LosingExecutor(rng, pool_size, windows)
         budget = PromptBudget(1e-9, min_prompt_tokens=3) if seed % 2 else None
-        drafter = RandomDrafter(rng) if seed % 3 else None
+        drafter = RandomDrafter(rng, windows) if seed % 3 else None
         # At depth 2 there may be two steps without bitmasks, of which `sample` completes one.
         grammars = GrammarFeature(partial(LateGrammars, rng)) if depth < 2 else None
         features: list[Feature] = [each for each in (budget, drafter, grammars) if each]
         rng.shuffle(features)
-        scheduler = Scheduler(BlockManager(20, BLOCK_SIZE, True), 4, 16, features)
+        blocks = BlockManager(pool_size, BLOCK_SIZE, True, windows)
+        scheduler = Scheduler(blocks, 4, 16, features)
         core = EngineCore(scheduler, executor, depth, max_model_len=1000)
         repeat_prompts(rng, requests)
         sequences = make_sequences(requests)
         run(core, [(rng.choice([0, 5]), seq) for seq in sequences], {})
         for seq, asked in zip(sequences, requests, strict=True):
-            want = [] if seq.request.pooling is not None else reference(*asked)
+            want = [] if seq.request.pooling is not None else reference(*asked, windows)
             assert seq.output_token_ids == want
-        assert scheduler.blocks.num_free == 20
+        assert blocks.num_free == pool_size
         num_lost += executor.num_lost
     assert num_lost > 50
 

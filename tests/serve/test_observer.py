@@ -78,7 +78,7 @@ def test_snapshots_show_every_block_sequence_and_ending(depth: int, caching: boo
         ended = []
         for core, state in recorded(random.Random(seed), caching, depth):
             scheduler, blocks = core.scheduler, core.scheduler.blocks
-            holders = Counter(i for seq in state.sequences for i in seq.block_ids)
+            holders = Counter(i for seq in state.sequences for i in seq.held_block_ids)
             assert len(holders) == blocks.num_blocks - blocks.num_free
             cached = [i for i, is_cached in enumerate(state.cached) if is_cached]
             prefixes = blocks.cached.values()

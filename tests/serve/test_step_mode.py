@@ -72,7 +72,7 @@ def stepped(
 
 
 def tables_of(state: EngineState) -> dict[int, list[int]]:
-    return {seq.seq_id: seq.block_ids for seq in state.sequences if seq.status == "running"}
+    return {seq.seq_id: seq.held_block_ids for seq in state.sequences if seq.status == "running"}
 
 
 def cached_in(state: EngineState) -> set[int]:

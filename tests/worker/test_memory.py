@@ -103,6 +103,10 @@ def test_the_number_of_blocks_follows_from_the_needs() -> None:
     config, large = EngineConfig("m", kvcache_block_size=64), replace(needs, block=2 * GIB)
     with pytest.raises(ConfigError, match=r"one block of 64 tokens takes 2,147,483,648 bytes"):
         choose_num_blocks(config, large, device)
+    # Eight blocks fit, but a block of tokens takes one in each of nine groups.
+    grouped = replace(needs, windows=(None, *[64] * 8))
+    with pytest.raises(ConfigError, match=r"one block of 64 tokens takes 1,811,939,328 bytes"):
+        choose_num_blocks(config, grouped, device)
 
 
 @pytest.mark.usefixtures("small_machine")

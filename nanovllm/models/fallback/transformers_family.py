@@ -247,10 +247,11 @@ def record_call(
 
 def layer_attention(call: AttentionCall, calls: list[AttentionCall]) -> LayerAttention:
     """Return a layer's window, KV heads, and the layer whose keys and values it uses, if any."""
-    [first, *_] = [each for each in calls if each.k is call.k and each.spec == call.spec]
+    window = call.spec.window
+    first = next(each for each in calls if each.k is call.k and each.spec.window == window)
     shared = None if first is call else first.layer_index
     shape = call.num_kv_heads, call.head_dim + call.head_dim % 2
-    return LayerAttention(RopeConfig(0.0), call.spec.window, shared, shape)
+    return LayerAttention(RopeConfig(0.0), window, shared, shape)
 
 
 def build_model(config: ModelConfig, build: BuildContext) -> TransformersModel:

@@ -32,7 +32,7 @@ class SequenceState(NamedTuple):
     tables: list[HeldBlocks]  # one per group of layers
 
     @property
-    def block_ids(self) -> list[int]:
+    def held_block_ids(self) -> list[int]:
         """The blocks that it holds, group by group."""
         return [block_id for table in self.tables for block_id in table.block_ids]
 

@@ -61,7 +61,7 @@ def _sequence(seq: Sequence, status: SequenceStatus) -> SequenceState:
         seq.num_computed,
         len(seq.token_ids),
         _microseconds(seq.request.arrival_time),
-        [HeldBlocks(table.first, table.held) for table in seq.tables],
+        [HeldBlocks(table.first, table.held_block_ids) for table in seq.tables],
     )
 
 

@@ -77,7 +77,7 @@ class StepMode:
         }
         for seq in self._core.scheduler.running.values():
             for table in seq.tables:
-                for index, block_id in enumerate(table.held, table.first):
+                for index, block_id in enumerate(table.held_block_ids, table.first):
                     found[block_id] = seq.token_ids[index * size : (index + 1) * size].tolist()
         return found
 
@@ -117,7 +117,7 @@ class PlanRecorder(Feature):
                 count,
                 seq.slot in new_slots,
                 _kind(seq, start, count - max(num_logits - 1, 0)),
-                seq.block_ids,
+                seq.held_block_ids,
                 _blocks_before(seq, start // self._block_size),
             )
             for seq, start, count, num_logits in zip(*columns, strict=True)
@@ -215,7 +215,7 @@ def _block_changes(
 
 def _running(state: EngineState) -> dict[int, list[int]]:
     """Return the block tables of the running sequences."""
-    return {seq.seq_id: seq.block_ids for seq in state.sequences if seq.status == "running"}
+    return {seq.seq_id: seq.held_block_ids for seq in state.sequences if seq.status == "running"}
 
 
 def _change(
