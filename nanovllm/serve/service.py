@@ -6,9 +6,9 @@ import asyncio
 import contextlib
 import functools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from nanovllm.engine.chat_template import ChatTemplate
 from nanovllm.engine.images import ImageSource, PlacedImages, PromptImage
@@ -24,6 +24,7 @@ from nanovllm.validation import require
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+T = TypeVar("T")
 MAX_PROMPTS = 2048  # maximum number of prompts per request
 # Clients search errors for "maximum context length" (OpenAI) and "prompt is too long" (Anthropic).
 TOO_LONG = "the prompt is too long: this model's maximum context length is {} tokens"
@@ -133,19 +134,24 @@ class Service:
         self, sources: Sequence[ImageSource | RequestError]
     ) -> list[PromptImage | RequestError]:
         """Read images in a thread; an error stays in its place."""
-        loop, read_all = asyncio.get_running_loop(), self.llm.input_processor.image_reader.read_all
         good = [each for each in sources if not isinstance(each, RequestError)]
-        read = iter(await loop.run_in_executor(self._reading, read_all, good))
+        read = iter(await self._with_images(self.llm.input_processor.image_reader.read_all, good))
         return [each if isinstance(each, RequestError) else next(read) for each in sources]
 
     async def place_images(
         self, token_ids: list[int], images: list[PromptImage], param: str
     ) -> PlacedImages:
         """Expand the placeholders of images."""
-        place = self.llm.input_processor.image_reader.place
         with errors_about(param):
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._reading, place, token_ids, images)
+            place = self.llm.input_processor.image_reader.place
+            return await self._with_images(place, token_ids, images)
+
+    async def _with_images(self, function: Callable[..., T], *arguments: Any) -> T:
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self._reading, function, *arguments)
+        except PromptTooLongError as error:
+            raise PromptTooLongError(f"{TOO_LONG.format(self.llm.max_len)}; {error}") from error
 
     def _check_num_characters(self, prompt: str) -> None:
         """Reject a prompt that is far too long, without tokenizing it."""

@@ -305,6 +305,16 @@ def test_too_many_images(server: Running) -> None:
     assert "at most 16 (limit_mm_per_prompt), got 17" in response.json()["error"]["message"]
 
 
+def test_prompts_that_are_too_long(server: Running) -> None:
+    """With images alone, or with the text: clients look for these words, and shorten them."""
+    for words, count in (("a", 11), ("a" * 240, 1)):
+        content = [text(words), *[chat_image(noise(i, 48, 32)) for i in range(count)]]
+        error = chat(server, [{"role": "user", "content": content}]).json()["error"]
+        assert error["message"].startswith("the prompt is too long: this model's maximum context")
+        assert error["code"] == "context_length_exceeded"
+        assert error["param"] == "messages"
+
+
 def test_truncated_prompts(server: Running) -> None:
     content = [text("a"), chat_image(SQUARE)]
     response = chat(server, [{"role": "user", "content": content}], truncate_prompt_tokens=5)
