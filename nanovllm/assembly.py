@@ -267,21 +267,26 @@ def create_image_reader(resolved: ResolvedModel) -> ImageReader:
 
 
 def _why_no_settings(resolved: ResolvedModel) -> str:
-    from nanovllm.vision.image_settings import PROCESSOR_FILES, lacks_processor
+    if _may_have_tower(resolved.model_config, resolved.checkpoint):
+        from nanovllm.vision.image_settings import PROCESSOR_FILES, lacks_processor
 
-    if resolved.model_config.transformers_config is None and lacks_processor(resolved.checkpoint):
-        return f"this copy of the model has no {PROCESSOR_FILES[0]}; fetch the model again"
+        if lacks_processor(resolved.checkpoint):
+            return f"this copy of the model has no {PROCESSOR_FILES[0]}; fetch the model again"
     return TEXT_ONLY
 
 
 def read_image_settings(model_config: ModelConfig, checkpoint: Checkpoint) -> ImageSettings | None:
     """Return how a model sees images; None if it does not, or not here."""
-    is_ours = model_config.transformers_config is None
-    if not is_ours or not _has_vision() or "image_token_id" not in checkpoint.config:
+    if not _may_have_tower(model_config, checkpoint):
         return None
     from nanovllm.vision import image_settings
 
     return image_settings.read_image_settings(checkpoint)
+
+
+def _may_have_tower(model_config: ModelConfig, checkpoint: Checkpoint) -> bool:
+    is_ours = model_config.transformers_config is None
+    return is_ours and _has_vision() and "image_token_id" in checkpoint.config
 
 
 def _has_vision() -> bool:
