@@ -200,7 +200,7 @@ def test_new_rows_are_those_of_separate_kernels(name: str) -> None:
     (cache,) = step.caches
     other = LayerCache(*(part.clone() for part in cache.parts))
     step.run_rows(list(lengths), lengths)
-    qkv = step.step._exchanges[8][4][0, 0, :, : shape.qkv].view(torch.bfloat16)
+    qkv = step.step._exchanges[8][1][0, 0, :, : shape.qkv].view(torch.bfloat16)
     assert qkv.isfinite().all()
     slots = torch.stack([step.slot_mapping(slot, length)[-1] for slot, length in lengths.items()])
     positions = torch.tensor(list(lengths.values()), device="cuda") - 1
