@@ -222,7 +222,7 @@ def test_wrong_images_get_a_400(server: Running, name: str) -> None:
     content = [text("a"), {"type": "image_url", "image_url": {"url": address}}]
     start = time.perf_counter()
     response = chat(server, [{"role": "user", "content": content}])
-    assert time.perf_counter() - start < 5
+    assert time.perf_counter() - start < 30
     assert response.status_code == 400, response.text
     error = response.json()["error"]
     assert reason in error["message"]
