@@ -12,10 +12,11 @@ examples:
 from __future__ import annotations
 
 import argparse
+import contextlib
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -54,12 +55,7 @@ def add_parser(names: options.Commands) -> None:
 def run(args: argparse.Namespace) -> int:
     sizes = Sizes(**options.fields_in(args, Sizes))
     options.append_json(sizes.json)
-    config = replace(options.engine_config(args), skip_tokenizer_init=True)
-    config = replace(config, max_num_seqs=max(config.max_num_seqs, *sizes.batch))
-    with load_llm(config, args.threads) as llm:
-        info = llm.engine.info
-        about = {"model": config.model, "device": info.device_name, "dtype": info.dtype}
-        print(", ".join(about.values()), flush=True)
+    with start_llm(args, min_num_seqs=max(sizes.batch)) as (llm, about):
         for batch in sizes.batch:
             lengths = sizes.input_len, sizes.output_len
             result = measure(llm, batch, *lengths, sizes.repeats)
@@ -70,6 +66,20 @@ def run(args: argparse.Namespace) -> int:
             )
             options.append_json(sizes.json, about | result)
     return 0
+
+
+@contextlib.contextmanager
+def start_llm(
+    args: argparse.Namespace, min_num_seqs: int = 1
+) -> Iterator[tuple[LLM, dict[str, str]]]:
+    """Start an engine without a tokenizer; yield it, and the description that results include."""
+    config = replace(options.engine_config(args), skip_tokenizer_init=True)
+    config = replace(config, max_num_seqs=max(config.max_num_seqs, min_num_seqs))
+    with load_llm(config, args.threads) as llm:
+        info = llm.engine.info
+        about = {"model": config.model, "device": info.device_name, "dtype": info.dtype}
+        print(", ".join(about.values()), flush=True)
+        yield llm, about
 
 
 def measure(

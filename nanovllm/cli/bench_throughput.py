@@ -11,11 +11,10 @@ examples:
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from nanovllm.cli import options
-from nanovllm.cli.bench_latency import COUNT, measure
-from nanovllm.cli.start import load_llm
+from nanovllm.cli.bench_latency import COUNT, measure, start_llm
 from nanovllm.validation import option
 
 
@@ -30,10 +29,8 @@ class Sizes:
 
 
 def add_parser(names: options.Commands) -> None:
-    about, usage = (
-        "measure LLM.generate's throughput",
-        "nanovllm bench throughput [MODEL] [options]",
-    )
+    about = "measure the throughput of LLM.generate"
+    usage = "nanovllm bench throughput [MODEL] [options]"
     parser = options.add_command(names, "throughput", about, usage, __doc__)
     options.add_model_argument(parser)
     options.add_options(parser, "sizes", Sizes)
@@ -44,15 +41,12 @@ def add_parser(names: options.Commands) -> None:
 def run(args: argparse.Namespace) -> int:
     sizes = Sizes(**options.fields_in(args, Sizes))
     options.append_json(sizes.json)
-    config = replace(options.engine_config(args), skip_tokenizer_init=True)
-    with load_llm(config, args.threads) as llm:
-        info, joules = llm.engine.info, None
-        about = {"model": config.model, "device": info.device_name, "dtype": info.dtype}
-        print(", ".join(about.values()), flush=True)
-        if sizes.energy and info.device == "cuda":
+    with start_llm(args) as (llm, about):
+        joules = None
+        if sizes.energy and llm.engine.info.device == "cuda":
             from nanovllm.devices.cuda.energy import energy_counter
 
-            joules = energy_counter(config.tensor_parallel_size)
+            joules = energy_counter(llm.engine.config.tensor_parallel_size)
         lengths = sizes.input_len, sizes.output_len
         result = measure(llm, sizes.num_prompts, *lengths, sizes.repeats, joules)
         rate = result["tokens_per_second"]
