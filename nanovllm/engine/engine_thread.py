@@ -191,7 +191,7 @@ class EngineThread:
         self.client.begin(state, stream)
 
     def step(self) -> EngineCoreOutputs:
-        """Run one step and pass on its pieces; an error ends all requests."""
+        """Run one step and send its pieces to their streams; an error ends all requests."""
         self.raise_if_closed()
         try:
             step = self.core.step()

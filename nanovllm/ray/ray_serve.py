@@ -95,7 +95,8 @@ class Engine:
 
     async def __init__(self, config: EngineConfig) -> None:  # type: ignore[misc]
         """Load the model in a thread, so that Serve can stop the engine while it loads."""
-        options = asdict(config) | {"limit_mm_per_prompt": {"image": 0}}  # calls have no images
+        # Requests through Ray have no images.
+        options = asdict(config) | {"limit_mm_per_prompt": {"image": 0}}
         self._llm = await asyncio.to_thread(AsyncLLM, **options)
 
     async def info(self) -> EngineInfo:

@@ -45,7 +45,7 @@ RESERVED = (
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
     encoded: EncodedPrompt
-    # Those of `encoded`, truncated if requested; an image has as many placeholders as tokens.
+    # The ids of `encoded`, truncated if requested. Each token of an image has a placeholder.
     token_ids: list[int]
     tools: list[Tool]  # the tools that the model may call
     images: tuple[PromptImage, ...] = ()

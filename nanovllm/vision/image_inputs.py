@@ -51,7 +51,7 @@ class ImageInputs:
     def __init__(self, settings: ImageSettings) -> None:
         self.settings = settings
         self._prompts: dict[int, Prompt] = {}  # keyed by slot
-        self._has_images = False  # whether the step has a row that begins before an image's end
+        self._has_images = False  # whether a row of the step starts before the end of an image
 
     def load(self, worker: Worker) -> MemoryNeeds:
         config, checkpoint, device = worker.config, worker.checkpoint, worker.device
@@ -102,7 +102,7 @@ class ImageInputs:
         if not self._has_images:
             return self._replay(plan)
         if self._runner.steps is not None:
-            self._runner.steps.note(plan)  # as this step is not captured
+            self._runner.steps.note(plan)  # a replayed step would record new sequences itself
         return self._eager(plan)
 
     def edit(self, plan: StepPlan, batch: ForwardBatch) -> ForwardBatch:

@@ -39,9 +39,9 @@ class ImageSettings:
 
 
 def read_image_settings(checkpoint: Checkpoint) -> ImageSettings | None:
-    """Return the settings of a model that sees images.
+    """Return the image settings of a checkpoint; None if its model does not support images.
 
-    Return None for other models, and for copies of a model without the image processor's settings.
+    Also return None if the checkpoint lacks the settings of the image processor.
     """
     config = _tower_config(checkpoint)
     processor = None if config is None else _read_processor(checkpoint.path)

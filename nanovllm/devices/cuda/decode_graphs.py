@@ -167,7 +167,7 @@ class DecodeGraphs:
             self.graph("persistent", bucket)
 
     def capture_shared(self) -> Iterator[bool]:
-        """Capture the missing graphs for shared prefixes; yield True after each."""
+        """Capture the graphs for shared prefixes that do not exist yet; yield True after each."""
         for size in self.shared_sizes:
             if ("shared", (size, self.max_context)) not in self.graphs:
                 self.prefixes.clear()

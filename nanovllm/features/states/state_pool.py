@@ -38,7 +38,7 @@ class Progress:
     """What the pool knows about a sequence."""
 
     key: PromptKey
-    source: Snapshot | None = None  # where it starts if it is admitted; None: the initial state
+    source: Snapshot | None = None  # state that its prefix hit continues; None: the initial state
     snapshot_len: int = 0  # length of the longest prefix with a snapshot, `last` excluded
     last: Snapshot | None = None  # latest one in the output; the next one replaces it
 

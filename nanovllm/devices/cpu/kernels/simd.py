@@ -45,7 +45,7 @@ def dot_tile(num_rows, a, a_base, stride, b, b_base, b_stride, count, sums):  # 
 
 @intrinsic(prefer_literal=True)
 def _dot_lines(context, num_rows, a, a_base, stride, b, b_base, b_stride, count, sums):  # type: ignore[no-untyped-def]
-    """Compute `dot_tile` for whole cache lines; all sums stay in registers."""
+    """Compute the sums of `dot_tile` over whole cache lines in registers, and store them."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         _, a, a_base, stride, b, b_base, b_stride, count, sums = args

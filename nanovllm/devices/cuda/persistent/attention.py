@@ -309,7 +309,7 @@ class Attention:
     group: gl.constexpr  # query heads per KV head
     dim: gl.constexpr
     cache_bits: gl.constexpr  # bits per cached value: 16 or 8
-    head_words: gl.constexpr  # words per cached key or value
+    head_words: gl.constexpr  # 32-bit words of a key or a value in the cache
     block_size: gl.constexpr
     rows: gl.constexpr
     new: gl.constexpr  # maximum number of rows that belong to one sequence
@@ -717,7 +717,7 @@ class Attention:
 
     @gluon.jit
     def with_new_exponents(self, heads, k, j, new_key):
-        """Insert the exponents of the key and the value of new token j into those of 32 keys."""
+        """Set the exponents of key j, a new token, and of its value among those of 32 tokens."""
         L: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, score_layout())))
         N: gl.constexpr = num_head_vectors(self.group, self.new)
         exponents = heads[2]._reinterpret(gl.int32, [N, 1], S1)
